@@ -1,0 +1,3 @@
+"""Wire formats of SPES: records, their canonical bytes, their limits and errors. Depends on msgpack alone."""
+
+PROTOCOL_VERSION = 1
