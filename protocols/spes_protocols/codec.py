@@ -37,6 +37,7 @@ class Range:
     high: float
 
     def problem(self, value: Any) -> str | None:
+        """What is allowed, if `value` is not."""
         return None if self.low <= value <= self.high else f"a number from {self.low} to {self.high}"
 
 
@@ -48,6 +49,7 @@ class Size:
     high: int
 
     def problem(self, value: Any) -> str | None:
+        """What is allowed, if `value` is not."""
         if self.low <= len(value) <= self.high:
             return None
         if self.low == self.high:
@@ -62,6 +64,7 @@ class OneOf:
     values: tuple[Any, ...]
 
     def problem(self, value: Any) -> str | None:
+        """What is allowed, if `value` is not."""
         if value in self.values:
             return None
         return "one of " + ", ".join(str(v) for v in self.values)
@@ -75,6 +78,7 @@ class Matches:
     what: str
 
     def problem(self, value: Any) -> str | None:
+        """What is allowed, if `value` is not."""
         return None if re.fullmatch(self.pattern, value) else self.what
 
 
@@ -104,7 +108,7 @@ def from_plain(cls: type[T], value: Any, path: str = "") -> T:
     """
     if not isinstance(value, dict):
         raise SchemaError(path, value, "a table of keys")
-    hints = _hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     for key in value:
         if key not in hints:
@@ -159,7 +163,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
 
 def pack(plain: Any) -> bytes:
     """Canonical msgpack of nested dicts, lists and scalars: keys sorted, shortest integers, float64 (SPEC 1.1)."""
-    return msgpack.packb(_sorted(plain), use_bin_type=True)
+    packed: bytes = msgpack.packb(_sorted(plain), use_bin_type=True)
+    return packed
 
 
 def _sorted(plain: Any) -> Any:

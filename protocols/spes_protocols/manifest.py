@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 from spes_protocols.codec import Matches, OneOf, Range, Size, from_plain
 from spes_protocols.errors import SchemaError
 from spes_protocols.messages import CodecName
-from spes_protocols.types import GROUPS_MAX, Count, DigestOrNil, PeerId, Small
+from spes_protocols.types import GROUPS_MAX, Count, DigestOrNil, PeerId
 
 Positive = Annotated[int, Range(1, 2**40)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
@@ -167,6 +167,7 @@ class Source:
 
     @property
     def tokens(self) -> int:
+        """All tokens of the source's shards."""
         return sum(shard.tokens for shard in self.shards)
 
 
@@ -235,7 +236,9 @@ class Manifest:
                 f"a divisor of model.num_experts = {self.model.num_experts}",
             )
         if self.merging.interval and self.merging.top >= self.model.num_experts:
-            raise SchemaError("merging.top", self.merging.top, f"less than model.num_experts = {self.model.num_experts}")
+            raise SchemaError(
+                "merging.top", self.merging.top, f"less than model.num_experts = {self.model.num_experts}"
+            )
         names = [source.name for source in self.data.sources]
         if len(names) != len(set(names)):
             raise SchemaError("data.sources", names, "a different name for each source")

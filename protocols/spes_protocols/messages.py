@@ -1,7 +1,7 @@
 """The records that peers sign, send and store. Field by field in `protocols/SPEC.md` sections 2 to 6.
 
-Every record has a class constant `KIND`; the signature covers it (SPEC 2.2), so bytes of one kind never pass for another.
-Nothing here checks a signature: `spes_p2p.crypto.envelope` turns bytes into a `Signed` record.
+Every record has a class constant `KIND`; the signature covers it (SPEC 2.2), so bytes of one kind never pass for those
+of another. Nothing here checks a signature: `spes_p2p.crypto.envelope` turns bytes into a `Signed` record.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Signed(Generic[R]):
 
     @property
     def id(self) -> bytes:
+        """SHA-256 of the envelope."""
         return sha256(self.raw)
 
 
@@ -176,7 +177,7 @@ class ProposedSet:
 
 @dataclass(frozen=True)
 class VerifiedSet:
-    """A `ProposedSet` with every envelope in it opened; made only where signatures are checked. `id` is what is voted on."""
+    """A `ProposedSet` with every envelope in it opened; made only where signatures are checked."""
 
     value: ProposedSet
     headers: tuple[Signed[Header], ...]
@@ -187,12 +188,16 @@ class VerifiedSet:
 
     @property
     def id(self) -> bytes:
+        """What is voted on: the digest of the proposed set."""
         return digest(self.value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A leader's proposal for a view (SPEC 5.4). `valid_view` is -1 or the view whose quorum of prevotes `polc` proves."""
+    """A leader's proposal for a view (SPEC 5.4).
+
+    `valid_view` is -1 or the view whose quorum of prevotes `polc` proves.
+    """
 
     KIND: ClassVar[str] = "proposal"
     view: Small
@@ -258,6 +263,7 @@ class Commit:
 
     @property
     def id(self) -> bytes:
+        """What the next commit names as its parent: the digest of the body."""
         return digest(self.body)
 
 

