@@ -1,0 +1,500 @@
+"""Agreement on one round: Tendermint's algorithm as a pure machine (SPEC 5; arXiv 1807.04938, algorithm 1).
+
+    view 0:  leader --Proposal--> all --Prevote--> > 2/3 one set --apply--> Precommit(root) --> > 2/3 one root: decided
+    view 1:  the next leader tries again when a timeout says that view 0 led nowhere, and so on
+
+Locks are on the proposed set; a precommit adds the state root that applying it gave. Messages and a time go in, outputs
+and a next deadline come out. The machine never signs: it says what to sign (`Say`), and counts its own votes only when
+they come back signed and stored. "Rule n" in comments is a line of the paper's algorithm.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from spes_p2p.core.members import Electorate
+from spes_protocols.codec import digest
+from spes_protocols.messages import Precommit, Prevote, Proposal, Signed, VerifiedSet
+
+NIL = b""
+
+VIEWS_AHEAD_MAX = 1000
+"""Votes for views further ahead than this are dropped, so that memory stays bounded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """Seconds a view waits, times `growth` ** view (SPEC 5.7). `check_seconds`: more for a proposal being checked."""
+
+    propose_seconds: float
+    vote_seconds: float
+    check_seconds: float
+    growth: float
+
+    def of(self, seconds: float, view: int) -> float:
+        return seconds * self.growth ** min(view, 20)
+
+
+@dataclass(frozen=True)
+class Build:
+    """The leader needs a set to propose; answer with `on_built`."""
+
+    view: int
+
+
+@dataclass(frozen=True)
+class Check:
+    """A proposed set must be checked; answer with `on_checked`."""
+
+    value: VerifiedSet
+
+
+@dataclass(frozen=True)
+class Apply:
+    """A quorum wants this set; apply it and answer with `on_applied`."""
+
+    value: VerifiedSet
+
+
+@dataclass(frozen=True)
+class Say:
+    """Sign this, store it if it is a vote or proposal, send it to all, and hand it back signed."""
+
+    record: Proposal | Prevote | Precommit
+
+
+@dataclass(frozen=True)
+class Resend:
+    """Send these again: someone may have missed them."""
+
+    messages: tuple[Signed[Proposal] | Signed[Prevote] | Signed[Precommit], ...]
+
+
+@dataclass(frozen=True)
+class Decided:
+    """The round is closed: a quorum of precommits of one view names this set and root."""
+
+    value: VerifiedSet
+    state_root: bytes
+    view: int
+    precommits: tuple[Signed[Precommit], ...]
+
+
+@dataclass(frozen=True)
+class RootsDiffer:
+    """The plurality computed another state root than this peer, which recomputes once (SPEC 5.6)."""
+
+    value: VerifiedSet
+    mine: bytes
+    theirs: bytes
+
+
+@dataclass(frozen=True)
+class Halt:
+    """No root can win: the run stops here until the organizer resets it (SPEC 5.6)."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Abstain:
+    """A vote of ours that we do not remember was shown to us: no more votes in this round (SPEC 5.6)."""
+
+    reason: str
+
+
+Output = Build | Check | Apply | Say | Resend | Decided | RootsDiffer | Halt | Abstain
+Vote = Signed[Prevote] | Signed[Precommit]
+
+
+class Step(enum.IntEnum):
+    """Where a view stands for this peer."""
+
+    PROPOSE = 0
+    PREVOTE = 1
+    PRECOMMIT = 2
+
+
+@dataclass
+class _View:
+    """What was heard in one view; the first vote of a signer counts, a second is ignored."""
+
+    proposal: Signed[Proposal] | None = None
+    prevotes: dict[str, Signed[Prevote]] = field(default_factory=dict)
+    precommits: dict[str, Signed[Precommit]] = field(default_factory=dict)
+    timers: dict[Step, float] = field(default_factory=dict)
+    timed: set[Step] = field(default_factory=set)
+    extended: bool = False
+    roots_split: bool = False
+
+
+class Agreement:
+    """One peer's side of the agreement on one round."""
+
+    def __init__(
+        self, electorate: Electorate, timeouts: Timeouts, me: str, run_id: bytes, epoch: bytes, round_number: int
+    ) -> None:
+        self.electorate = electorate
+        self.timeouts = timeouts
+        self.me = me
+        self.place = (run_id, epoch, round_number)
+        self.view = -1
+        self.step = Step.PROPOSE
+        self.decided = False
+        self.abstains = False
+        self.halted = False
+        self.locked_view = -1
+        self.locked_id = NIL
+        self.valid_view = -1
+        self.valid_id = NIL
+        self._views: dict[int, _View] = defaultdict(_View)
+        self._sets: dict[bytes, VerifiedSet] = {}
+        self._checked: dict[bytes, bool | None] = {}
+        self._roots: dict[bytes, bytes | None] = {}
+        self._recomputed = False
+        self._said: dict[tuple[int, str], Signed[Proposal] | Vote] = {}
+        self._resend_at: float | None = None
+
+    # ---- what goes in ------------------------------------------------------------------------------------------
+
+    def restore(self, mine: Iterable[Signed[Proposal] | Vote], sets: Mapping[bytes, VerifiedSet]) -> None:
+        """Take up own stored messages after a restart, before `start`: views, votes said and the lock (SPEC 5.6)."""
+        self._sets.update(sets)
+        for message in mine:
+            record = message.record
+            self._said[(record.view, record.KIND)] = message
+            view = self._views[record.view]
+            step = Step.PREVOTE
+            if isinstance(record, Proposal):
+                step = Step.PROPOSE
+                if digest(record.value) in self._sets:
+                    view.proposal = message  # type: ignore[assignment]
+            elif isinstance(record, Prevote):
+                view.prevotes[self.me] = message  # type: ignore[assignment]
+            else:
+                view.precommits[self.me] = message  # type: ignore[assignment]
+                step = Step.PRECOMMIT
+                if record.value and record.view > self.locked_view:
+                    self.locked_view, self.locked_id = record.view, record.value
+            if (record.view, step) > (self.view, self.step):
+                self.view, self.step = record.view, step
+        self.valid_view, self.valid_id = self.locked_view, self.locked_id
+
+    def start(self, now: float) -> list[Output]:
+        """Begin to take part: view 0, or the view in which a restart left off."""
+        if self.view < 0:
+            return self._enter(0, now) + self._progress(now)
+        view = self._views[self.view]
+        if self.step == Step.PROPOSE:
+            return self._enter(self.view, now) + self._progress(now)
+        view.timers[self.step] = now + self.timeouts.of(self.timeouts.vote_seconds, self.view)
+        view.timed.add(self.step)
+        self._arm_resend(now)
+        return self._progress(now)
+
+    def on_proposal(
+        self, signed: Signed[Proposal], value: VerifiedSet, polc: tuple[Signed[Prevote], ...], now: float
+    ) -> list[Output]:
+        """A proposal whose set was opened; `polc` are the prevotes it carries as proof."""
+        record = signed.record
+        if not self._in_reach(record.view) or signed.signer != self.electorate.leader(record.view):
+            return []
+        for vote in polc:
+            self._count(vote)
+        view = self._views[record.view]
+        if view.proposal is None:
+            view.proposal = signed
+            self._sets.setdefault(value.id, value)
+        return self._progress(now)
+
+    def on_vote(self, signed: Vote, now: float, *, stored: bool = False) -> list[Output]:
+        """A vote from the network, or (`stored`) an own one that is on disk."""
+        record = signed.record
+        if signed.signer == self.me and not stored:
+            known = self._said.get((record.view, record.KIND))
+            if (known is None or known.record != record) and not self.abstains:
+                self.abstains = True
+                return [
+                    Abstain(f"round {self.place[2]}, view {record.view}: a {record.KIND} that is not in our database")
+                ]
+            return []
+        if not self._in_reach(record.view):
+            return []
+        self._count(signed)
+        return self._progress(now)
+
+    def on_said(self, signed: Signed[Proposal] | Vote, now: float, value: VerifiedSet | None = None) -> list[Output]:
+        """An own message, signed and stored. It may differ from what was asked when the store held an earlier one."""
+        self._said[(signed.record.view, signed.record.KIND)] = signed
+        if isinstance(signed.record, Proposal):
+            assert value is not None
+            return self.on_proposal(signed, value, (), now)
+        return self.on_vote(signed, now, stored=True)
+
+    def on_built(self, view: int, value: VerifiedSet, now: float) -> list[Output]:
+        """The set this leader proposes in `view`; it is checked like anyone's."""
+        self._sets.setdefault(value.id, value)
+        if view != self.view or self.abstains or self._views[view].proposal is not None:
+            return []
+        return [Say(Proposal(view=view, valid_view=-1, value=value.value))]
+
+    def on_checked(self, value_id: bytes, valid: bool, now: float) -> list[Output]:
+        """Whether a set passes all checks that any member can recompute."""
+        self._checked[value_id] = valid
+        return self._progress(now)
+
+    def on_applied(self, value_id: bytes, state_root: bytes, now: float) -> list[Output]:
+        """The state root after applying a set."""
+        self._roots[value_id] = state_root
+        return self._progress(now)
+
+    def on_tick(self, now: float) -> list[Output]:
+        """Let timeouts that are due happen."""
+        outputs: list[Output] = []
+        view = self._views[self.view] if self.view >= 0 else _View()
+        for step, deadline in sorted(view.timers.items()):
+            if deadline <= now and view.timers.pop(step, None) is not None:
+                outputs += self._on_timeout(step, now)
+        if self._resend_at is not None and self._resend_at <= now:
+            self._arm_resend(now)
+            outputs += self._resend()
+        return outputs + self._progress(now)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `on_tick` is due at the latest."""
+        if self.decided or self.view < 0:
+            return None
+        deadlines = list(self._views[self.view].timers.values())
+        if self._resend_at is not None:
+            deadlines.append(self._resend_at)
+        return min(deadlines, default=None)
+
+    def known_set(self, value_id: bytes) -> VerifiedSet | None:
+        """The content of a set heard of, by id."""
+        return self._sets.get(value_id)
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.decided or self.halted or self.view < 0
+
+    # ---- rules -------------------------------------------------------------------------------------------------
+
+    def _in_reach(self, view: int) -> bool:
+        return not self.decided and view <= max(self.view, 0) + VIEWS_AHEAD_MAX
+
+    def _count(self, signed: Vote) -> None:
+        record = signed.record
+        if (record.run_id, record.epoch, record.round) != self.place or signed.signer not in self.electorate.weights:
+            return
+        view = self._views[record.view]
+        if isinstance(record, Prevote):
+            view.prevotes.setdefault(signed.signer, signed)  # type: ignore[arg-type]
+        else:
+            view.precommits.setdefault(signed.signer, signed)  # type: ignore[arg-type]
+
+    def _enter(self, number: int, now: float) -> list[Output]:
+        """Rule 11: begin a view; its leader proposes what it knows to be valid, else builds a set."""
+        self.view, self.step = number, Step.PROPOSE
+        view = self._views[number]
+        wait = self.timeouts.propose_seconds
+        view.timers = {Step.PROPOSE: now + self.timeouts.of(wait, number)}
+        view.timed.add(Step.PROPOSE)
+        self._arm_resend(now)
+        if self.electorate.leader(number) != self.me or view.proposal is not None or self.abstains:
+            return []
+        if self.valid_id and self.valid_id in self._sets:
+            proof = tuple(
+                vote.raw
+                for _, vote in sorted(self._views[self.valid_view].prevotes.items())
+                if vote.record.value == self.valid_id
+            )
+            value = self._sets[self.valid_id].value
+            return [Say(Proposal(view=number, valid_view=self.valid_view, value=value, polc=proof))]
+        return [Build(number)]
+
+    def _progress(self, now: float) -> list[Output]:
+        """Try every rule until none applies; called after each input."""
+        outputs: list[Output] = []
+        while True:
+            before = (self.view, self.step, len(outputs))
+            outputs += [] if self.decided else self._decide()
+            if self._is_idle:
+                break
+            outputs += self._skip_ahead(now)
+            outputs += self._request_check(now)
+            outputs += self._prevote()
+            outputs += self._precommit()
+            self._arm_vote_timers(now)
+            if (self.view, self.step, len(outputs)) == before:
+                break
+        return outputs
+
+    def _decide(self) -> list[Output]:
+        """Rule 49: a quorum of precommits of one view for one set and one root."""
+        for number, view in self._views.items():
+            tally: dict[tuple[bytes, bytes], int] = defaultdict(int)
+            for peer, vote in view.precommits.items():
+                if vote.record.value:
+                    tally[(vote.record.value, vote.record.state_root)] += self.electorate.weight([peer])
+            for (value_id, root), weight in tally.items():
+                if self.electorate.is_quorum(weight) and value_id in self._sets:
+                    self.decided = True
+                    chosen = (value_id, root)
+                    votes = tuple(
+                        vote
+                        for _, vote in sorted(view.precommits.items())
+                        if (vote.record.value, vote.record.state_root) == chosen
+                    )
+                    return [Decided(self._sets[value_id], root, number, votes)]
+            if number == self.view and not view.roots_split:
+                outputs = self._split_roots(view, tally)
+                if outputs:
+                    return outputs
+        return []
+
+    def _split_roots(self, view: _View, tally: Mapping[tuple[bytes, bytes], int]) -> list[Output]:
+        """Precommits for one set with different roots: recompute once, halt when no root can win (SPEC 5.6)."""
+        for value_id in {value_id for value_id, _ in tally}:
+            roots = {root: weight for (value, root), weight in tally.items() if value == value_id}
+            top = max(roots, key=lambda root: (roots[root], root))
+            others = sum(roots.values()) - roots[top]
+            mine = self._roots.get(value_id)
+            if mine and mine != top and self.electorate.is_blocking(roots[top]) and value_id in self._sets:
+                view.roots_split = True
+                if not self._recomputed:
+                    self._recomputed = True
+                    self._roots[value_id] = None
+                    return [RootsDiffer(self._sets[value_id], mine, top)]
+                self.abstains = True
+                return [Abstain("the state root differs from the others' even after recomputing")]
+            if 3 * others >= self.electorate.total and self._recomputed:
+                self.halted = True
+                return [Halt(f"round {self.place[2]}: no state root can reach a quorum ({len(roots)} roots)")]
+        return []
+
+    def _skip_ahead(self, now: float) -> list[Output]:
+        """Rule 55: more than a third speaks in a later view, so at least one honest peer is there."""
+        for number in sorted((n for n in self._views if n > self.view), reverse=True):
+            view = self._views[number]
+            if self.electorate.is_blocking(self.electorate.weight([*view.prevotes, *view.precommits])):
+                return self._enter(number, now)
+        return []
+
+    def _request_check(self, now: float) -> list[Output]:
+        view = self._views[self.view]
+        if view.proposal is None:
+            return []
+        value = self._sets[self._proposed_id(view)]
+        outputs: list[Output] = []
+        if value.id not in self._checked:
+            self._checked[value.id] = None
+            outputs.append(Check(value))
+        if self._checked[value.id] is None and self.step == Step.PROPOSE and not view.extended:
+            # Fetching a proposal's blobs takes longer than waiting for a proposal; bounded, once a view.
+            view.extended = True
+            wait = self.timeouts.propose_seconds + self.timeouts.check_seconds
+            view.timers[Step.PROPOSE] = now + self.timeouts.of(wait, self.view)
+        return outputs
+
+    def _prevote(self) -> list[Output]:
+        """Rules 22 and 28: vote for a valid set unless a lock forbids it."""
+        view = self._views[self.view]
+        if self.step != Step.PROPOSE or view.proposal is None:
+            return []
+        value_id = self._proposed_id(view)
+        valid = self._checked.get(value_id)
+        if valid is None:
+            return []
+        claimed = view.proposal.record.valid_view
+        if claimed >= 0:
+            if claimed >= self.view or not self._has_polka(claimed, value_id):
+                return []
+            free = self.locked_view <= claimed or self.locked_id == value_id
+        else:
+            free = self.locked_view == -1 or self.locked_id == value_id
+        return self._say_prevote(value_id if valid and free else NIL)
+
+    def _precommit(self) -> list[Output]:
+        """Rules 36 and 44: a quorum of prevotes; apply the set first, for the vote carries the root."""
+        view = self._views[self.view]
+        if view.proposal is not None and self.step >= Step.PREVOTE:
+            value_id = self._proposed_id(view)
+            if self._checked.get(value_id) and self._has_polka(self.view, value_id):
+                self.valid_view, self.valid_id = self.view, value_id
+                if self.step == Step.PREVOTE:
+                    view.timers.pop(Step.PREVOTE, None)
+                    view.timed.add(Step.PREVOTE)
+                    if value_id not in self._roots:
+                        self._roots[value_id] = None
+                        return [Apply(self._sets[value_id])]
+                    root = self._roots[value_id]
+                    if root is None:
+                        return []
+                    self.locked_view, self.locked_id = self.view, value_id
+                    return self._say_precommit(value_id, root)
+        if self.step == Step.PREVOTE and self._has_polka(self.view, NIL):
+            return self._say_precommit(NIL, NIL)
+        return []
+
+    def _arm_vote_timers(self, now: float) -> None:
+        """Rules 34 and 47: a quorum has voted, on whatever; wait a little longer for the rest."""
+        view = self._views[self.view]
+        for step, votes in ((Step.PREVOTE, view.prevotes), (Step.PRECOMMIT, view.precommits)):
+            due = step == Step.PRECOMMIT or self.step == step
+            if due and step not in view.timed and self.electorate.is_quorum(self.electorate.weight(votes)):
+                view.timed.add(step)
+                view.timers[step] = now + self.timeouts.of(self.timeouts.vote_seconds, self.view)
+
+    def _on_timeout(self, step: Step, now: float) -> list[Output]:
+        """Rules 57, 61 and 65."""
+        if self.halted:
+            return []
+        if step == Step.PROPOSE and self.step == Step.PROPOSE:
+            return self._say_prevote(NIL)
+        if step == Step.PREVOTE and self.step == Step.PREVOTE:
+            return self._say_precommit(NIL, NIL)
+        if step == Step.PRECOMMIT:
+            return self._enter(self.view + 1, now)
+        return []
+
+    def _proposed_id(self, view: _View) -> bytes:
+        assert view.proposal is not None
+        return digest(view.proposal.record.value)
+
+    def _has_polka(self, number: int, value_id: bytes) -> bool:
+        votes = self._views[number].prevotes
+        return self.electorate.is_quorum(
+            self.electorate.weight(peer for peer, vote in votes.items() if vote.record.value == value_id)
+        )
+
+    def _say_prevote(self, value_id: bytes) -> list[Output]:
+        self.step = Step.PREVOTE
+        run_id, epoch, number = self.place
+        return self._say(Prevote(run_id=run_id, epoch=epoch, round=number, view=self.view, value=value_id))
+
+    def _say_precommit(self, value_id: bytes, root: bytes) -> list[Output]:
+        self.step = Step.PRECOMMIT
+        run_id, epoch, number = self.place
+        return self._say(
+            Precommit(run_id=run_id, epoch=epoch, round=number, view=self.view, value=value_id, state_root=root)
+        )
+
+    def _say(self, record: Prevote | Precommit) -> list[Output]:
+        silent = self.abstains or self.me not in self.electorate.weights
+        return [] if silent or (record.view, record.KIND) in self._said else [Say(record)]
+
+    def _arm_resend(self, now: float) -> None:
+        self._resend_at = now + self.timeouts.vote_seconds
+
+    def _resend(self) -> list[Output]:
+        """Messages may be lost: repeat the view's proposal and own votes, and own votes of the lock's view."""
+        view = self._views[self.view]
+        messages: list[Signed[Proposal] | Vote] = [view.proposal] if view.proposal else []
+        numbers = {self.view, self.locked_view, self.valid_view} - {-1}
+        for number in sorted(numbers):
+            messages += [m for (n, kind), m in sorted(self._said.items()) if n == number and kind != Proposal.KIND]
+        return [Resend(tuple(messages))] if messages else []

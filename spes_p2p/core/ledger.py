@@ -1,0 +1,186 @@
+"""The chain of commits as pure functions (SPEC 5.8 to 5.10): from one head and an agreed outcome to the next head.
+
+    manifest -> Start -> Commit 0 -> Commit 1 -> ...      (a Reset goes on from any commit, in a new epoch)
+
+`commit_body` says what a round's outcome must be, and
+`verify_commit` accepts a commit only if recomputing it gives the same bytes and a quorum signed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spes_p2p.core.assignment import next_cursor
+from spes_p2p.core.head import RECENT_ROUNDS, Head
+from spes_p2p.core.ladder import check_header, check_refusal
+from spes_p2p.core.members import check_claim, check_table, next_members
+from spes_protocols.codec import digest
+from spes_protocols.errors import RemoteError
+from spes_protocols.manifest import Manifest
+from spes_protocols.messages import (
+    Ban,
+    Claim,
+    Commit,
+    CommitBody,
+    End,
+    Precommit,
+    Release,
+    Reset,
+    Signed,
+    Start,
+    VerifiedSet,
+)
+
+
+def opened(manifest: Manifest, head: Head, opening: Signed[Start] | Signed[Reset]) -> Head:
+    """The head after an organizer's opening record (SPEC 5.10).
+
+    A `Start` follows the genesis or a head without owners; a `Reset` follows the commit it names, which the caller
+    passes as `head`. Raises `RemoteError` with check `opening`, `identity` or `members`.
+    """
+    record = opening.record
+    is_start = isinstance(record, Start)
+    keys = manifest.organizer.keys + (manifest.organizer.start_keys if is_start else ())
+    if opening.signer not in keys:
+        raise RemoteError("identity", "this key may not open the run; the manifest names who may", opening.signer)
+    named = (record.run_id, record.parent, record.round, record.state_root)
+    if named != (head.run_id, head.id, head.round, head.state_root):
+        raise RemoteError("opening", f"does not follow round {head.round} of this ledger", opening.signer)
+    if isinstance(record, Start):
+        if any(m.groups for m in head.members):
+            raise RemoteError("opening", "the run has owners; only a reset may replace them", opening.signer)
+        if (record.cursor, record.step) != (head.cursor, head.step):
+            raise RemoteError("opening", "cursor or step differ from the ledger's", opening.signer)
+    check_table(manifest, record.members)
+    epoch = digest(record)
+    new = replace(head, epoch=epoch, id=epoch, members=record.members, ended=False)
+    return replace(new, recent=_remember(head, new), released=())
+
+
+def check_claim_place(manifest: Manifest, head: Head, claim: Signed[Claim]) -> None:
+    """Whether the next commit may carry this claim (SPEC 4.2). Raises `RemoteError` with check `claim`."""
+    check_claim(manifest, claim, head.banned)
+    record = claim.record
+    if record.run_id != head.run_id:
+        raise RemoteError("run", "the claim is for another run", claim.signer)
+    if (record.round, record.commit, record.state_root) not in head.recent:
+        raise RemoteError("claim", f"round {record.round} is not one of the last {RECENT_ROUNDS}", claim.signer)
+    if any(peer == claim.signer and record.round <= left for peer, left in head.released):
+        raise RemoteError("claim", "the claim is older than the peer's own release", claim.signer)
+
+
+def check_release(head: Head, release: Signed[Release]) -> None:
+    """Raises `RemoteError` with check `release`: only members may leave, and only in the current epoch and round."""
+    record = release.record
+    if (record.run_id, record.epoch) != (head.run_id, head.epoch) or record.round > head.round:
+        raise RemoteError("release", "the release is for another run or epoch", release.signer)
+    if head.member(release.signer) is None or record.round + RECENT_ROUNDS < head.round:
+        raise RemoteError("release", "the signer is no member, or the release is old", release.signer)
+
+
+def check_order(manifest: Manifest, head: Head, order: Signed[Ban] | Signed[End]) -> None:
+    """Raises `RemoteError`: orders are signed by an organizer key, for this run."""
+    if order.signer not in manifest.organizer.keys:
+        raise RemoteError("identity", "not an organizer's key", order.signer)
+    if order.record.run_id != head.run_id:
+        raise RemoteError("run", "the order is for another run", order.signer)
+    if isinstance(order.record, Ban) and order.record.peer in head.banned:
+        raise RemoteError("order", "the peer is banned already", order.signer)
+
+
+def commit_body(manifest: Manifest, head: Head, value: VerifiedSet, state_root: bytes) -> CommitBody:
+    """The one body that closes the round after `head` with this set and this root (SPEC 5.8)."""
+    members, banned = next_members(manifest, head.members, head.banned, value)
+    return CommitBody(
+        run_id=head.run_id,
+        epoch=head.epoch,
+        round=head.round,
+        parent=head.id,
+        value=value.value,
+        state_root=state_root,
+        members=members,
+        banned=banned,
+        cursor=next_cursor(head.cursor, manifest.round_sequences(head.step), len(head.members)),
+        step=head.step + manifest.phase(head.step).steps,
+        tokens=head.tokens + sum(h.record.tokens for h in value.headers),
+        ended=any(isinstance(order.record, End) for order in value.orders),
+    )
+
+
+def advanced(head: Head, body: CommitBody, value: VerifiedSet) -> Head:
+    """The head after a commit."""
+    new = Head(
+        run_id=body.run_id,
+        epoch=body.epoch,
+        round=body.round + 1,
+        id=digest(body),
+        state_root=body.state_root,
+        members=body.members,
+        banned=body.banned,
+        cursor=body.cursor,
+        step=body.step,
+        tokens=body.tokens,
+        ended=body.ended,
+    )
+    left = [(peer, r) for peer, r in head.released if r + RECENT_ROUNDS > body.round]
+    left += [(release.signer, body.round) for release in value.releases]
+    return replace(new, recent=_remember(head, new), released=tuple(left))
+
+
+def verify_commit(
+    manifest: Manifest, head: Head, commit: Commit, value: VerifiedSet, votes: Sequence[Signed[Precommit]]
+) -> Head:
+    """Check a commit against the head before it and return the head after it (SPEC 5.9).
+
+    `value` and `votes` are the commit's own envelopes, opened. What no ledger shows is not checked here: blobs and the
+    state root are recomputed by whoever applies the round. Raises `RemoteError` with check `commit` or `votes`.
+    """
+    body = commit.body
+    if (body.run_id, body.epoch, body.round, body.parent) != (head.run_id, head.epoch, head.round, head.id):
+        raise RemoteError("commit", f"commit of round {body.round} does not follow round {head.round - 1}")
+    if head.ended:
+        raise RemoteError("commit", f"the run ended before round {body.round}")
+    check_set_place(manifest, head, value)
+    if commit_body(manifest, head, value, body.state_root) != body:
+        raise RemoteError("commit", f"round {body.round}: table, cursor, step or tokens are not what the rules give")
+    voters = set()
+    for vote in votes:
+        record = vote.record
+        named = (record.run_id, record.epoch, record.round, record.view, record.value, record.state_root)
+        if named != (body.run_id, body.epoch, body.round, commit.view, value.id, body.state_root):
+            raise RemoteError("votes", f"round {body.round}: a precommit is for something else", vote.signer)
+        if vote.signer in voters:
+            raise RemoteError("votes", f"round {body.round}: a peer's precommit is there twice", vote.signer)
+        voters.add(vote.signer)
+    electorate = head.electorate
+    weight = electorate.weight(voters)
+    if not electorate.is_quorum(weight):
+        raise RemoteError("votes", f"round {body.round}: {weight} of {electorate.total} votes are no quorum")
+    return advanced(head, body, value)
+
+
+def check_set_place(manifest: Manifest, head: Head, value: VerifiedSet) -> None:
+    """The rules of a set that need no blob (SPEC 5.3). Raises `RemoteError` named for the first step that fails."""
+    named = (value.value.run_id, value.value.epoch, value.value.round, value.value.parent)
+    if named != (head.run_id, head.epoch, head.round, head.id):
+        raise RemoteError("base", f"the set is not for round {head.round} of this ledger")
+    headed = [h.signer for h in value.headers] + [h.signer for _, h in value.refused]
+    if len(set(headed)) != len(headed):
+        raise RemoteError("sections", "a peer's contribution is both counted and refused, or there twice")
+    for header in value.headers:
+        check_header(manifest, head, header)
+    for check, header in value.refused:
+        check_refusal(manifest, head, check, header)
+    if not head.electorate.is_quorum(head.electorate.weight(headed)):
+        raise RemoteError("sections", "contributions cover no more than two thirds of the owned groups")
+    for claim in value.claims:
+        check_claim_place(manifest, head, claim)
+    for release in value.releases:
+        check_release(head, release)
+    for order in value.orders:
+        check_order(manifest, head, order)
+
+
+def _remember(old: Head, new: Head) -> tuple[tuple[int, bytes, bytes], ...]:
+    return (*old.recent, (new.round, new.id, new.state_root))[-RECENT_ROUNDS:]

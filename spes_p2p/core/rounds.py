@@ -1,0 +1,441 @@
+"""One peer's part in the run, round after round, as a pure machine (SPEC 5; DESIGN's section 3 in code).
+
+    collect headers --2/3 of groups--> cut training, wait `grace` --> blobs checked --> agreement --> Committed
+         ^                                                                                              |
+         +------------------------------- on_head: the next round ---------------------------------------+
+
+`Participant` decides; its shell (`spes_p2p.peer`, or the simulator) only moves bytes: it signs what `Say` names,
+fetches what `Fetch` names, applies what `Apply` names, and re-arms one timer from `next_deadline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from spes_p2p.core import agreement
+from spes_p2p.core.agreement import Agreement, Apply, Build, Check, Decided, Resend, Say, Timeouts
+from spes_p2p.core.head import Head
+from spes_p2p.core.ladder import BLOB_CHECKS, Verdict, check_header, check_refusal, norm_offenders
+from spes_p2p.core.ledger import check_claim_place, check_order, check_release, check_set_place, commit_body
+from spes_protocols.errors import RemoteError
+from spes_protocols.manifest import Manifest
+from spes_protocols.messages import (
+    Ban,
+    Claim,
+    CommitBody,
+    End,
+    Header,
+    Precommit,
+    Prevote,
+    Proposal,
+    ProposedSet,
+    Refusal,
+    Release,
+    Signed,
+    VerifiedSet,
+)
+
+EARLY_MAX = 20_000
+"""Messages of the next round kept until this peer gets there; more are dropped, they will be sent again."""
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Get and check the blobs of this header; answer with `on_checked`."""
+
+    header: Signed[Header]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Enough of the others are done: the trainer publishes after the step in hand."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The round is closed. The shell stores it and the new state, then calls `on_head`."""
+
+    body: CommitBody
+    value: VerifiedSet
+    view: int
+    precommits: tuple[Signed[Precommit], ...]
+
+
+@dataclass(frozen=True)
+class Behind:
+    """Others speak of a later round or another epoch: catch up from the peer that said so."""
+
+    peer: str
+    round: int
+
+
+@dataclass(frozen=True)
+class Help:
+    """The named peer still speaks of a round that is closed: tell it about the head."""
+
+    peer: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A peer's message failed a check; the shell logs it and tells the peer."""
+
+    peer: str
+    check: str
+    detail: str
+
+
+RoundMessage = (
+    Signed[Header] | Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End]
+    | Signed[Proposal] | Signed[Prevote] | Signed[Precommit]
+)  # fmt: skip
+Output = (
+    Fetch | Cut | Committed | Behind | Help | Refused
+    | Apply | Say | Resend | agreement.RootsDiffer | agreement.Halt | agreement.Abstain
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A proposal's content, opened where signatures are checked."""
+
+    value: VerifiedSet
+    polc: tuple[Signed[Prevote], ...]
+
+
+class Participant:
+    """Follows the ledger and takes part in each round; a standby or a peer outside the table has no votes."""
+
+    def __init__(self, manifest: Manifest, me: str, head: Head) -> None:
+        self.manifest = manifest
+        self.me = me
+        self._early: list[tuple[RoundMessage, Opened | None]] = []
+        self._pool: dict[tuple[str, str], Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End]] = {}
+        self._begin(head)
+
+    def _begin(self, head: Head) -> None:
+        rules = self.manifest.rounds
+        self.head = head
+        self.headers: dict[str, Signed[Header]] = {}
+        self.verdicts: dict[bytes, Verdict] = {}
+        self._asked: set[bytes] = set()
+        self._offers: dict[str, Signed[Header]] = {}
+        self._electorate = head.electorate
+        self._cut = False
+        self._grace_until: float | None = None
+        self._blobs_until: float | None = None
+        self._building: int | None = None
+        self._to_check: dict[bytes, VerifiedSet] = {}
+        self._resend_at: float | None = None
+        timeouts = Timeouts(
+            propose_seconds=rules.propose_seconds,
+            vote_seconds=rules.vote_seconds,
+            check_seconds=rules.blob_seconds,
+            growth=rules.view_growth,
+        )
+        self.agreement = Agreement(self._electorate, timeouts, self.me, head.run_id, head.epoch, head.round)
+
+    # ---- what goes in ------------------------------------------------------------------------------------------
+
+    def on_head(self, head: Head, now: float) -> list[Output]:
+        """The ledger moved on, by this peer's own commit or by catching up: begin the next round."""
+        self._begin(head)
+        self._pool = {key: message for key, message in self._pool.items() if self._pool_problem(message) is None}
+        early, self._early = self._early, []
+        outputs: list[Output] = []
+        for message, opened in early:
+            outputs += self.on_message(message, now, opened=opened)
+        return outputs
+
+    def restore(
+        self, mine: Iterable[Signed[Proposal] | Signed[Prevote] | Signed[Precommit]],
+        sets: Iterable[VerifiedSet], header: Signed[Header] | None, now: float,
+    ) -> list[Output]:  # fmt: skip
+        """Take up what this peer itself had said in this round before a restart (SPEC 5.6)."""
+        mine = tuple(mine)
+        outputs: list[Output] = []
+        if mine:
+            self.agreement.restore(mine, {value.id: value for value in sets})
+            outputs += self._absorb(self.agreement.start(now), now)
+        if header is not None:
+            outputs += self.on_message(header, now)
+        return outputs
+
+    def on_message(self, message: RoundMessage, now: float, *, opened: Opened | None = None) -> list[Output]:
+        """A verified message from the network, or an own header. Proposals come with their content opened."""
+        record = message.record
+        if isinstance(record, Claim | Release | Ban | End):
+            return self._on_pooled(message)  # type: ignore[arg-type]
+        epoch, number = self._place(record)
+        if (epoch, number) != (self.head.epoch, self.head.round):
+            return self._elsewhere(message, opened, epoch, number)
+        if self.head.ended:
+            return []
+        if isinstance(record, Header):
+            return self._on_header(message, now)  # type: ignore[arg-type]
+        if isinstance(record, Proposal):
+            assert opened is not None
+            outputs = self.agreement.on_proposal(message, opened.value, opened.polc, now)  # type: ignore[arg-type]
+        else:
+            outputs = self.agreement.on_vote(message, now)  # type: ignore[arg-type]
+        if self.agreement.view < 0 and isinstance(record, Proposal) and message.signer == self._electorate.leader(0):
+            outputs += self.agreement.start(now)  # its leader has begun: no reason to wait for our own timers
+        return self._absorb(outputs, now)
+
+    def on_said(
+        self,
+        message: Signed[Proposal] | Signed[Prevote] | Signed[Precommit],
+        now: float,
+        value: VerifiedSet | None = None,
+    ) -> list[Output]:
+        """An own proposal (with its set) or vote, signed and on disk."""
+        if self._place(message.record) != (self.head.epoch, self.head.round):
+            return []
+        return self._absorb(self.agreement.on_said(message, now, value), now)
+
+    def on_checked(self, header_id: bytes, verdict: Verdict, now: float) -> list[Output]:
+        """The blobs of a header were fetched and checked, or are known to be bad."""
+        self.verdicts[header_id] = verdict
+        outputs = self._check_sets(now)
+        return outputs + self._advance(now)
+
+    def on_applied(self, value_id: bytes, state_root: bytes, now: float) -> list[Output]:
+        """`Apply` is done."""
+        return self._absorb(self.agreement.on_applied(value_id, state_root, now), now)
+
+    def on_tick(self, now: float) -> list[Output]:
+        """Let everything happen that is due."""
+        outputs = self._absorb(self.agreement.on_tick(now), now)
+        if self._resend_at is not None and self._resend_at <= now:
+            self._resend_at = now + self.manifest.rounds.vote_seconds
+            mine = self.headers.get(self.me)
+            if mine is not None and not self.agreement.decided:
+                outputs.append(Resend((mine,)))  # type: ignore[arg-type]
+        return outputs + self._advance(now)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `on_tick` is due at the latest, None when only messages can change anything."""
+        if self.agreement.decided or self.head.ended:
+            return None
+        deadlines = [self.agreement.next_deadline, self._resend_at]
+        if self.agreement.view < 0:
+            deadlines += [self._grace_until, self._blobs_until]
+        elif self._building is not None:
+            deadlines.append(self._blobs_until)
+        return min((d for d in deadlines if d is not None), default=None)
+
+    @property
+    def phase(self) -> str:
+        """Where the round stands, in a word for the person at the machine."""
+        if self.head.ended:
+            return "ended"
+        if not self._electorate.owners:
+            return "waiting"
+        if self.agreement.halted:
+            return "halted"
+        if self.agreement.view >= 0:
+            return "agreeing"
+        return "collecting" if self._grace_until is not None else "training"
+
+    def pooled(self) -> tuple[Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End], ...]:
+        """Claims, releases and orders heard of and not yet in a commit."""
+        return tuple(message for _, message in sorted(self._pool.items()))
+
+    # ---- headers, claims, releases, orders ---------------------------------------------------------------------
+
+    def _place(self, record: Header | Proposal | Prevote | Precommit) -> tuple[bytes, int]:
+        inner = record.value if isinstance(record, Proposal) else record
+        return inner.epoch, inner.round
+
+    def _elsewhere(self, message: RoundMessage, opened: Opened | None, epoch: bytes, number: int) -> list[Output]:
+        if message.signer == self.me:
+            return []
+        if epoch != self.head.epoch or number > self.head.round:
+            if number >= self.head.round and len(self._early) < EARLY_MAX:
+                self._early.append((message, opened))
+            return [Behind(message.signer, number)]
+        return [Help(message.signer)] if isinstance(message.record, Prevote | Precommit | Header) else []
+
+    def _on_pooled(self, message: Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End]) -> list[Output]:
+        problem = self._pool_problem(message)
+        if problem is not None:
+            return [Refused(message.signer, problem.check, problem.detail)]
+        record = message.record
+        subject = record.peer if isinstance(record, Ban) else message.signer
+        self._pool[(record.KIND, subject)] = message
+        return []
+
+    def _pool_problem(self, message: Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End]) -> RemoteError | None:
+        record = message.record
+        try:
+            if isinstance(record, Claim):
+                check_claim_place(self.manifest, self.head, message)  # type: ignore[arg-type]
+                member = self.head.member(message.signer)
+                if member is not None and member.wants == record.wants:
+                    raise RemoteError("claim", "stands in the member table already", message.signer)
+            elif isinstance(record, Release):
+                check_release(self.head, message)  # type: ignore[arg-type]
+            else:
+                check_order(self.manifest, self.head, message)  # type: ignore[arg-type]
+        except RemoteError as error:
+            return error
+        return None
+
+    def _on_header(self, signed: Signed[Header], now: float) -> list[Output]:
+        peer = signed.signer
+        if peer in self.headers or peer in self._offers:
+            return []
+        try:
+            check_header(self.manifest, self.head, signed)
+        except RemoteError as error:
+            if self.head.member(peer) is not None:
+                self._offers[peer] = signed
+                self.verdicts[signed.id] = Verdict(error.check)
+            return [Refused(peer, error.check, error.detail)]
+        self.headers[peer] = signed
+        if peer == self.me:
+            self._resend_at = now + self.manifest.rounds.vote_seconds
+        outputs = self._ask(signed)
+        if self._grace_until is None and self._has_quorum():
+            self._grace_until = now + self.manifest.rounds.grace_seconds
+            self._blobs_until = self._grace_until + self.manifest.rounds.blob_seconds
+            if self.me not in self.headers and not self._cut:
+                self._cut = True
+                outputs.append(Cut())
+        return outputs + self._advance(now)
+
+    def _ask(self, signed: Signed[Header]) -> list[Output]:
+        if signed.id in self.verdicts or signed.id in self._asked:
+            return []
+        self._asked.add(signed.id)
+        return [Fetch(signed)]
+
+    def _has_quorum(self) -> bool:
+        return self._electorate.is_quorum(self._electorate.weight([*self.headers, *self._offers]))
+
+    # ---- from collecting to agreeing ---------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> list[Output]:
+        """Begin the agreement once the headers are in, or their time is up; build when this peer leads."""
+        if self.agreement.decided or self.head.ended or self._grace_until is None:
+            return []
+        outputs: list[Output] = []
+        if self.agreement.view < 0 and self._collected(now):
+            outputs += self._absorb(self.agreement.start(now), now)
+        if self._building is not None and self._collected(now):
+            view, self._building = self._building, None
+            value = self._build()
+            if value is not None:
+                outputs += self._absorb(self.agreement.on_built(view, value, now), now)
+            else:
+                self._building = view
+        return outputs
+
+    def _collected(self, now: float) -> bool:
+        """All members' headers are in or `grace` is over; and their blobs are checked or their time is over too."""
+        assert self._grace_until is not None
+        assert self._blobs_until is not None
+        everyone = all(m.peer in self.headers or m.peer in self._offers for m in self.head.members)
+        if not everyone and now < self._grace_until:
+            return False
+        checked = all(header.id in self.verdicts for header in self.headers.values())
+        return checked or now >= self._blobs_until
+
+    def _build(self) -> VerifiedSet | None:
+        """The set this leader proposes: all it could check, refusals by name, and what the pool holds."""
+        good: dict[str, Signed[Header]] = {}
+        refused: list[tuple[str, Signed[Header]]] = []
+        for peer, header in sorted((self.headers | self._offers).items()):
+            verdict = self.verdicts.get(header.id)
+            if verdict is not None and verdict.check is None:
+                good[peer] = header
+            elif verdict is not None and verdict.check is not None:
+                refused.append((verdict.check, header))
+        offenders = norm_offenders(self._norms(good.values()), self.manifest.rounds.norm_limit)
+        refused += [("norm", good.pop(peer)) for peer in offenders]
+        refused = [r for r in refused if self._is_provable(*r)]
+        refused.sort(key=lambda pair: pair[1].signer)
+        if not self._electorate.is_quorum(self._electorate.weight([*good, *(h.signer for _, h in refused)])):
+            return None
+        pool = [m for m in self.pooled() if self._pool_problem(m) is None]
+        claims = _of(pool, Claim)
+        releases = _of(pool, Release)
+        orders = tuple(_of(pool, Ban)[:32] + _of(pool, End)[:1])
+        headers = tuple(good[peer] for peer in sorted(good))
+        value = ProposedSet(
+            run_id=self.head.run_id,
+            epoch=self.head.epoch,
+            round=self.head.round,
+            parent=self.head.id,
+            headers=tuple(h.raw for h in headers),
+            refusals=tuple(Refusal(check=check, header=h.raw) for check, h in refused),
+            claims=tuple(c.raw for c in claims),
+            releases=tuple(r.raw for r in releases),
+            orders=tuple(o.raw for o in orders),
+        )
+        return VerifiedSet(value, headers, tuple(refused), tuple(claims), tuple(releases), orders)
+
+    def _is_provable(self, check: str, header: Signed[Header]) -> bool:
+        try:
+            check_refusal(self.manifest, self.head, check, header)
+        except RemoteError:
+            return False
+        return True
+
+    def _norms(self, headers: Iterable[Signed[Header]]) -> dict[str, dict[str, float]]:
+        return {h.signer: dict(self.verdicts[h.id].norms) for h in headers}
+
+    # ---- checking a proposed set -------------------------------------------------------------------------------
+
+    def _check_sets(self, now: float) -> list[Output]:
+        outputs: list[Output] = []
+        for value in list(self._to_check.values()):
+            valid = self._judge(value)
+            if valid is not None:
+                self._to_check.pop(value.id, None)
+                outputs += self._absorb(self.agreement.on_checked(value.id, valid, now), now)
+        return outputs
+
+    def _judge(self, value: VerifiedSet) -> bool | None:
+        """True or False by rules that any member can recompute, None while blobs are missing (SPEC 5.5)."""
+        try:
+            check_set_place(self.manifest, self.head, value)
+        except RemoteError:
+            return False
+        by_blob = [(None, h) for h in value.headers] + [(c, h) for c, h in value.refused if c in BLOB_CHECKS]
+        verdicts = [(claimed, h, self.verdicts.get(h.id)) for claimed, h in by_blob]
+        for claimed, _, verdict in verdicts:
+            if verdict is None:
+                return None
+            if verdict.check != (None if claimed == "norm" else claimed):
+                return False
+        counted = [h for claimed, h, _ in verdicts if claimed in (None, "norm")]
+        offenders = norm_offenders(self._norms(counted), self.manifest.rounds.norm_limit)
+        return offenders == {h.signer for claimed, h, _ in verdicts if claimed == "norm"}
+
+    def _absorb(self, outputs: list[agreement.Output], now: float) -> list[Output]:
+        """Answer what the agreement asks of this machine, pass on the rest to the shell."""
+        result: list[Output] = []
+        for output in outputs:
+            if isinstance(output, Build):
+                self._building = output.view
+                result += self._advance(now)
+            elif isinstance(output, Check):
+                self._to_check[output.value.id] = output.value
+                for header in (*output.value.headers, *(h for _, h in output.value.refused)):
+                    result += self._ask(header)
+                result += self._check_sets(now)
+            elif isinstance(output, Decided):
+                body = commit_body(self.manifest, self.head, output.value, output.state_root)
+                result.append(Committed(body, output.value, output.view, output.precommits))
+            else:
+                result.append(output)
+        return result
+
+
+def _of(pool: list[Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End]], kind: type) -> list:  # type: ignore[type-arg]
+    """The pool's messages of one kind, one per signer, in ascending order of signer."""
+    chosen = {m.signer: m for m in pool if isinstance(m.record, kind)}
+    return [chosen[peer] for peer in sorted(chosen)]
