@@ -1,0 +1,1 @@
+"""Keys and envelopes: who said it, and that it was said."""

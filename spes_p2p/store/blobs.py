@@ -1,0 +1,125 @@
+"""Blobs by digest: the coded sections of contributions, as files named by their SHA-256.
+
+A blob is complete or absent. A download grows in `partial(digest)`, survives a crash there, and becomes a blob only in
+`adopt`, which checks the digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+from spes_p2p.store.files import NewFile, disk_errors, make_directory, rename_synced
+from spes_protocols.codec import sha256
+from spes_protocols.errors import IntegrityError, RemoteError
+
+RANGE_BYTES_MAX = 16 * 1024 * 1024
+"""`read_range` gives no more at once, whatever a peer asks for."""
+
+_COPY_BYTES = 1024 * 1024
+_PARTIAL = ".partial"
+
+
+class BlobStore:
+    """The blobs of one run in one directory, which is made if missing."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        make_directory(directory)
+
+    def path(self, digest: bytes) -> Path:
+        """Where the blob is or would be."""
+        assert len(digest) == 32
+        return self.directory / digest.hex()
+
+    def partial(self, digest: bytes) -> Path:
+        """Where a download of the blob grows; what is there already need not be fetched again."""
+        return self.directory / (digest.hex() + _PARTIAL)
+
+    def has(self, digest: bytes) -> bool:
+        """Whether the blob is here, whole."""
+        return self.path(digest).is_file()
+
+    def size(self, digest: bytes) -> int | None:
+        """The blob's size in bytes, None if it is not here."""
+        try:
+            return self.path(digest).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def put(self, source: Path | bytes) -> bytes:
+        """Store a copy of a file or of bytes; returns its digest. Raises `UserError` when the disk is full."""
+        with NewFile(self.directory) as file:
+            if isinstance(source, bytes):
+                digest = sha256(source)
+                file.write(source)
+            else:
+                digest = _copy(source, file)
+            file.publish(self.path(digest))
+        return digest
+
+    def adopt(self, digest: bytes) -> None:
+        """Make the finished download a blob.
+
+        Raises `RemoteError` with check `blob_digest` and removes the download if its bytes are not the blob's.
+        """
+        partial = self.partial(digest)
+        if not partial.exists():
+            if self.has(digest):
+                return
+            raise RemoteError("blob_digest", f"blob {digest.hex()} was not received")
+        with partial.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").digest()
+            if found == digest:
+                with disk_errors(partial):
+                    os.fsync(file.fileno())
+        if found != digest:
+            partial.unlink()
+            raise RemoteError("blob_digest", f"blob {digest.hex()} was received with digest {found.hex()}")
+        rename_synced(partial, self.path(digest))
+
+    def verify(self, digest: bytes) -> None:
+        """Hash a stored blob again. Raises `IntegrityError` with check `blob_digest` if it is missing or changed."""
+        path = self.path(digest)
+        try:
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").digest()
+        except FileNotFoundError:
+            raise IntegrityError("blob_digest", str(path), "the file is missing") from None
+        if found != digest:
+            raise IntegrityError("blob_digest", str(path), f"its SHA-256 is {found.hex()}")
+
+    def read_range(self, digest: bytes, offset: int, length: int) -> bytes | None:
+        """At most `length` bytes of a blob from `offset` on (fewer at its end), None if the blob is not here."""
+        try:
+            with self.path(digest).open("rb", buffering=0) as file:
+                return os.pread(file.fileno(), max(0, min(length, RANGE_BYTES_MAX)), max(0, offset))
+        except FileNotFoundError:
+            return None
+
+    def remove(self, digest: bytes) -> None:
+        """Remove a blob and any download of it."""
+        self.path(digest).unlink(missing_ok=True)
+        self.partial(digest).unlink(missing_ok=True)
+
+    def digests(self) -> list[bytes]:
+        """The digests of all whole blobs, in ascending order."""
+        names = sorted(os.listdir(self.directory))
+        return [bytes.fromhex(name) for name in names if re.fullmatch("[0-9a-f]{64}", name)]
+
+    def total_bytes(self) -> int:
+        """What the directory takes, downloads included, in bytes."""
+        return sum(entry.stat().st_size for entry in os.scandir(self.directory) if entry.is_file())
+
+
+def _copy(source: Path, target: NewFile) -> bytes:
+    """Copy a file and return the digest of what was written."""
+    hasher = hashlib.sha256()
+    buffer = memoryview(bytearray(_COPY_BYTES))
+    with source.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            hasher.update(buffer[:count])
+            target.write(buffer[:count])
+    return hasher.digest()

@@ -1,0 +1,348 @@
+"""Global states on disk: one safetensors file and one index of leaf digests per round (SPEC 8.2).
+
+`apply` streams a new state through a `Writer`; the trainer and the next `apply` map it read-only; peers that join get
+it leaf by leaf through a `Receiver`, each leaf checked by itself. Names and shapes of the tensors are known before, so
+the only acceptable file header is known too and is compared, not parsed. No state is ever held in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from spes_p2p.core.roots import LEAF_BYTES, leaf_digest, state_root
+from spes_p2p.store.files import (
+    NewFile,
+    atomic_write,
+    disk_errors,
+    make_directory,
+    rename_synced,
+    require_space,
+    sync_directory,
+)
+from spes_protocols.codec import RECORD_BYTES_MAX, decode, encode
+from spes_protocols.errors import IntegrityError, RemoteError, UserError
+from spes_protocols.messages import SnapshotIndex, TensorIndex
+
+Specs = Sequence[tuple[str, tuple[int, ...]]]
+"""Name and shape of every tensor, in ascending order of name."""
+
+FloatArray = npt.NDArray[np.float32]
+
+_HEADER_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """Where a tensor lies: byte offset in the file and size in bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+    @property
+    def leaves(self) -> int:
+        """How many leaves the tensor has; all but the last are `LEAF_BYTES` long."""
+        return -(-self.size // LEAF_BYTES)
+
+    def leaf(self, number: int) -> tuple[int, int]:
+        """Byte offset in the file, and size, of one leaf."""
+        assert 0 <= number < self.leaves
+        start = number * LEAF_BYTES
+        return self.offset + start, min(LEAF_BYTES, self.size - start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The one safetensors file that given specs allow: its header and where each tensor lies."""
+
+    header: bytes
+    tensors: tuple[Extent, ...]
+    file_bytes: int
+
+    @classmethod
+    def of(cls, specs: Specs) -> Layout:
+        """Lay tensors out without gaps in the order given, which must ascend."""
+        names = [name for name, _ in specs]
+        assert names and names == sorted(set(names)), "specs ascend by name"
+        entries: dict[str, object] = {}
+        sizes = []
+        position = 0
+        for name, shape in specs:
+            size = 4 * math.prod(shape)
+            entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [position, position + size]}
+            sizes.append(size)
+            position += size
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
+        header = len(text).to_bytes(8, "little") + text
+        tensors = []
+        offset = len(header)
+        for (name, shape), size in zip(specs, sizes, strict=True):
+            tensors.append(Extent(name=name, shape=tuple(shape), offset=offset, size=size))
+            offset += size
+        return cls(header=header, tensors=tuple(tensors), file_bytes=offset)
+
+    def leaves(self) -> Iterator[tuple[int, int]]:
+        """(tensor number, leaf number) of every leaf in the order of the file."""
+        for number, extent in enumerate(self.tensors):
+            for leaf in range(extent.leaves):
+                yield number, leaf
+
+    def mismatch(self, index: SnapshotIndex) -> str | None:
+        """How an index differs from these tensors; None if it does not."""
+        if len(index.tensors) != len(self.tensors):
+            return f"{len(index.tensors)} tensors where the model has {len(self.tensors)}"
+        for extent, tensor in zip(self.tensors, index.tensors, strict=True):
+            if (tensor.name, tensor.shape, len(tensor.leaves)) != (extent.name, extent.shape, extent.leaves):
+                return f"tensor {tensor.name} {tensor.shape} where the model has {extent.name} {extent.shape}"
+        return None
+
+    def map(self, path: Path) -> np.memmap[tuple[int], np.dtype[np.uint8]]:
+        """A state file's bytes, mapped read-only. Raises `IntegrityError` if its size or header is wrong."""
+        size = path.stat().st_size
+        if size != self.file_bytes:
+            # Reading past the end of a mapping kills the process, so this comes before any read.
+            raise IntegrityError("size", str(path), f"{size} bytes where {self.file_bytes} are expected")
+        mapped = np.memmap(path, dtype=np.uint8, mode="r")
+        if mapped[: len(self.header)].tobytes() != self.header:
+            raise IntegrityError("decode", str(path), "its header is not that of the run's model")
+        return mapped
+
+
+def map_state(path: Path, specs: Specs) -> dict[str, FloatArray]:
+    """The tensors of a state file by name, as read-only float32 views of one mapping.
+
+    Raises `UserError` if the file is missing, `IntegrityError` if it is not a state of these specs.
+    """
+    return _views(Layout.of(specs), path)
+
+
+def _views(layout: Layout, path: Path) -> dict[str, FloatArray]:
+    try:
+        mapped = layout.map(path)
+    except FileNotFoundError:
+        raise UserError(f"there is no state at {path}") from None
+    return {
+        extent.name: mapped[extent.offset : extent.offset + extent.size].view("<f4").reshape(extent.shape)
+        for extent in layout.tensors
+    }
+
+
+class Writer:
+    """Streams one state to disk, hashing leaves on the way; made by `StateStore.writer`."""
+
+    def __init__(self, store: StateStore, round: int, file: NewFile) -> None:
+        self._store = store
+        self._round = round
+        self._file = file
+        self._tensors: list[TensorIndex] = []
+        file.write(store.layout.header)
+
+    def add(self, name: str, array: FloatArray) -> None:
+        """Append the next tensor, in ascending order of name. Raises `UserError` when the disk is full."""
+        extent = self._store.layout.tensors[len(self._tensors)]
+        assert name == extent.name and array.shape == extent.shape, f"{name} out of place"
+        assert array.dtype == np.float32, f"{name} is {array.dtype}"
+        data = np.ascontiguousarray(array, dtype="<f4").reshape(-1).view(np.uint8).data
+        leaves = []
+        for start in range(0, extent.size, LEAF_BYTES):
+            piece = data[start : start + LEAF_BYTES]
+            leaves.append(leaf_digest(piece))
+            self._file.write(piece)
+        self._tensors.append(TensorIndex(name=name, shape=extent.shape, leaves=tuple(leaves)))
+
+    def commit(self) -> SnapshotIndex:
+        """Publish the state, replacing one of the same round. Every tensor must have been added."""
+        assert len(self._tensors) == len(self._store.layout.tensors), "a state has all its tensors"
+        index = SnapshotIndex(round=self._round, tensors=tuple(self._tensors))
+        self._store.forget_index(self._round)
+        self._file.publish(self._store.path(self._round))
+        self._store.put_index(index)
+        return index
+
+
+class Receiver:
+    """Collects a state leaf by leaf from peers; what is on disk from an earlier try is checked and kept.
+
+    The caller has compared `state_root(index)` with a commit; after that every leaf that fits the index is right,
+    whoever sent it.
+    """
+
+    def __init__(self, store: StateStore, index: SnapshotIndex) -> None:
+        self._store = store
+        self._index = index
+        self._path = store.partial(index.round)
+        # The file is sparse at first: a leaf never received hashes wrong like a damaged one, so no list of what has
+        # arrived needs to be kept in step with it.
+        leaves = self._wrong_leaves() if self._path.exists() else list(store.layout.leaves())
+        self._missing = dict.fromkeys(leaves)
+        require_space(store.directory, sum(self._extent(*leaf)[1] for leaf in leaves))
+        with disk_errors(self._path):
+            self._path.touch()
+            os.truncate(self._path, store.layout.file_bytes)
+
+    def _extent(self, tensor: int, leaf: int) -> tuple[int, int]:
+        return self._store.layout.tensors[tensor].leaf(leaf)
+
+    def _wrong_leaves(self) -> list[tuple[int, int]]:
+        wrong = []
+        with self._path.open("rb") as file:
+            for tensor, leaf in self._store.layout.leaves():
+                offset, size = self._extent(tensor, leaf)
+                data = os.pread(file.fileno(), size, offset)
+                if leaf_digest(data) != self._index.tensors[tensor].leaves[leaf]:
+                    wrong.append((tensor, leaf))
+        return wrong
+
+    def missing(self) -> list[tuple[int, int]]:
+        """(tensor number, leaf number) of every leaf still to fetch, in the order of the file."""
+        return list(self._missing)
+
+    def put(self, tensor: int, leaf: int, data: bytes) -> None:
+        """Store one leaf that was missing. Raises `RemoteError` with check `blob_digest` if it is not the right one."""
+        offset, size = self._extent(tensor, leaf)
+        expected = self._index.tensors[tensor]
+        if len(data) != size or leaf_digest(data) != expected.leaves[leaf]:
+            raise RemoteError("blob_digest", f"leaf {leaf} of tensor {expected.name} is not the one asked for")
+        with disk_errors(self._path), self._path.open("r+b") as file:
+            file.seek(offset)
+            file.write(data)
+        self._missing.pop((tensor, leaf), None)
+
+    def finish(self) -> None:
+        """Publish the state; nothing may be missing."""
+        assert not self._missing, "a state has all its leaves"
+        with disk_errors(self._path), self._path.open("r+b") as file:
+            file.write(self._store.layout.header)
+            file.flush()
+            os.fsync(file.fileno())
+        self._store.forget_index(self._index.round)
+        rename_synced(self._path, self._store.path(self._index.round))
+        self._store.put_index(self._index)
+
+
+class StateStore:
+    """The global states of one run in one directory, which is made if missing.
+
+    A state is there once its index is: the index is written last and removed first.
+    """
+
+    def __init__(self, directory: Path, specs: Specs) -> None:
+        self.directory = directory
+        self.layout = Layout.of(specs)
+        make_directory(directory)
+
+    def path(self, round: int) -> Path:
+        """The safetensors file of S_round."""
+        return self.directory / f"{round}.safetensors"
+
+    def index_path(self, round: int) -> Path:
+        """The file with the canonical bytes of its `SnapshotIndex`."""
+        return self.directory / f"{round}.index"
+
+    def partial(self, round: int) -> Path:
+        """Where a download of S_round grows."""
+        return self.directory / f"{round}.partial"
+
+    @contextlib.contextmanager
+    def writer(self, round: int) -> Iterator[Writer]:
+        """Write S_round: `add` each tensor, then `commit`; nothing stays of a state that was not committed.
+
+        Raises `UserError` at once if the disk has no room for it.
+        """
+        require_space(self.directory, self.layout.file_bytes)
+        with NewFile(self.directory) as file:
+            yield Writer(self, round, file)
+
+    def receiver(self, index: SnapshotIndex) -> Receiver:
+        """Begin or resume a download. Raises `RemoteError` with check `shapes` if the index is not of this model."""
+        problem = self.layout.mismatch(index)
+        if problem:
+            raise RemoteError("shapes", f"snapshot of round {index.round}: {problem}")
+        return Receiver(self, index)
+
+    def rounds(self) -> list[int]:
+        """The rounds whose state is here, in ascending order."""
+        stems = {path.stem for path in self.directory.glob("*.index")}
+        return sorted(int(stem) for stem in stems if stem.isdecimal() and self.path(int(stem)).exists())
+
+    def read(self, round: int) -> Mapping[str, FloatArray]:
+        """S_round's tensors by name, as read-only views of the mapped file.
+
+        Raises `UserError` if the round is not here, `IntegrityError` if the file is not a state of this model.
+        """
+        return _views(self.layout, self.path(round))
+
+    def index(self, round: int) -> SnapshotIndex:
+        """The index of S_round. Raises `UserError` if it is not here, `IntegrityError` if it is damaged."""
+        path = self.index_path(round)
+        try:
+            with path.open("rb") as file:
+                data = file.read(RECORD_BYTES_MAX + 1)
+        except FileNotFoundError:
+            raise UserError(f"there is no snapshot of round {round} in {self.directory}") from None
+        try:
+            index = decode(SnapshotIndex, data)
+        except RemoteError as error:
+            raise IntegrityError(error.check, str(path), error.detail) from None
+        problem = self.layout.mismatch(index)
+        if problem or index.round != round:
+            raise IntegrityError("shapes", str(path), problem or f"it is the index of round {index.round}")
+        return index
+
+    def verify(self, round: int) -> bytes:
+        """Hash a stored state again; returns its state root.
+
+        Raises `IntegrityError` naming the first tensor and leaf that differ from the index.
+        """
+        index = self.index(round)
+        path = self.path(round)
+        try:
+            mapped = self.layout.map(path)
+        except FileNotFoundError:
+            raise IntegrityError("leaf_digest", str(path), "the file is missing") from None
+        for tensor, leaf in self.layout.leaves():
+            offset, size = self.layout.tensors[tensor].leaf(leaf)
+            if leaf_digest(mapped[offset : offset + size].data) != index.tensors[tensor].leaves[leaf]:
+                name = self.layout.tensors[tensor].name
+                raise IntegrityError("leaf_digest", str(path), f"tensor {name}, leaf {leaf} differs from the index")
+        return state_root(index)
+
+    def chunk(self, round: int, tensor: int, leaf: int) -> bytes:
+        """One leaf's bytes, for a peer that asks. Raises `RemoteError` if it asks for what is not there."""
+        tensors = self.layout.tensors
+        if not (0 <= tensor < len(tensors) and 0 <= leaf < tensors[tensor].leaves):
+            raise RemoteError("shapes", f"the model has no leaf {leaf} of tensor {tensor}")
+        offset, size = tensors[tensor].leaf(leaf)
+        try:
+            with self.path(round).open("rb", buffering=0) as file:
+                return os.pread(file.fileno(), size, offset)
+        except FileNotFoundError:
+            raise RemoteError("round", f"there is no snapshot of round {round} here") from None
+
+    def remove(self, round: int) -> None:
+        """Remove a state and any download of it."""
+        self.forget_index(round)
+        self.path(round).unlink(missing_ok=True)
+        self.partial(round).unlink(missing_ok=True)
+
+    def put_index(self, index: SnapshotIndex) -> None:
+        """Make a state whose file is in place count."""
+        atomic_write(self.index_path(index.round), encode(index))
+
+    def forget_index(self, round: int) -> None:
+        """Make a state not count before its file is touched."""
+        path = self.index_path(round)
+        if path.exists():
+            path.unlink()
+            sync_directory(self.directory)
