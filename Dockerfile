@@ -8,9 +8,9 @@
 #   docker run -it --init --gpus all --stop-timeout 120 -v spes:/data spes --peer ADDRESS
 #   docker exec CONTAINER spes status
 #
-# A bootstrap node (its port must be reachable from the internet):
+# A bootstrap node (its port must be reachable from the internet; `spes-bootstrap --help` lists its arguments):
 #
-#   docker run -d --init --network host -v spes-bootstrap:/data --entrypoint spes-bootstrap spes --help
+#   docker run -d --init --network host -v spes-bootstrap:/data --entrypoint spes-bootstrap spes ARGUMENTS
 #
 # /data is SPES_HOME: the identity (a private key, to be backed up with `spes keys backup`) and every run's directory.
 
