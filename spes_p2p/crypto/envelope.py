@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 from spes_p2p.crypto.keys import Identity, public_key_of, verify
 from spes_protocols.codec import decode, encode, from_plain, to_plain
@@ -76,7 +76,15 @@ def seal(record: R, identity: Identity) -> Signed[R]:
     return Signed(checked, identity.peer_id, raw)
 
 
-def unseal(data: bytes, *kinds: type[R], peer: str = "") -> Signed[R]:
+@overload
+def unseal(data: bytes, kind: type[R], /, *, peer: str = "") -> Signed[R]: ...
+
+
+@overload
+def unseal(data: bytes, /, *kinds: type[Any], peer: str = "") -> Signed[Any]: ...
+
+
+def unseal(data: bytes, /, *kinds: type[Any], peer: str = "") -> Signed[Any]:
     """Open an envelope that came from outside; it must hold one of the record classes `kinds`, any if none is named.
 
     `peer` is who delivered the bytes and is named in errors until the signature proves who wrote them. Raises
@@ -94,12 +102,12 @@ def unseal(data: bytes, *kinds: type[R], peer: str = "") -> Signed[R]:
     return Signed(record, sealed.signer, data)
 
 
-def _record_type(kind: str, kinds: tuple[type[R], ...], peer: str) -> type[R]:
+def _record_type(kind: str, kinds: tuple[type[Any], ...], peer: str) -> type[Any]:
     if kind in RESERVED_KINDS:
         raise RemoteError("decode", f"records of kind {kind!r} belong to a later version of the protocol", peer)
     record_type = KINDS.get(kind)
     if record_type is None or (kinds and record_type not in kinds):
-        expected = " or ".join(cast(Any, k).KIND for k in kinds) or "a known kind"
+        expected = " or ".join(k.KIND for k in kinds) or "a known kind"
         raise RemoteError("decode", f"a record of kind {kind!r} where {expected} is expected", peer)
     return record_type
 
@@ -132,18 +140,17 @@ def verify_set(value: ProposedSet, *, peer: str = "") -> VerifiedSet:
     `peer` is who proposed it. Raises `RemoteError` with check `size`, `decode`, `identity` or `signature`.
     """
     refused = _open_ascending([refusal.header for refusal in value.refusals], "refusals", peer, Header)
-    orders = _open_ascending(value.orders, "orders", peer, *cast("tuple[type[Ban | End], ...]", (Ban, End)))
     return VerifiedSet(
         value=value,
         headers=_open_ascending(value.headers, "headers", peer, Header),
         refused=tuple((refusal.check, header) for refusal, header in zip(value.refusals, refused, strict=True)),
         claims=_open_ascending(value.claims, "claims", peer, Claim),
         releases=_open_ascending(value.releases, "releases", peer, Release),
-        orders=cast("tuple[Signed[Ban] | Signed[End], ...]", orders),
+        orders=_open_ascending(value.orders, "orders", peer, Ban, End),
     )
 
 
-def _open_ascending(envelopes: Sequence[bytes], name: str, peer: str, *kinds: type[R]) -> tuple[Signed[R], ...]:
+def _open_ascending(envelopes: Sequence[bytes], name: str, peer: str, *kinds: type[Any]) -> tuple[Signed[Any], ...]:
     opened = tuple(unseal(envelope, *kinds, peer=peer) for envelope in envelopes)
     for before, after in itertools.pairwise(opened):
         if before.signer >= after.signer:

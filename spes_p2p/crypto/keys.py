@@ -6,7 +6,6 @@ the public key, so a signature is checked with nothing but the signer's name.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import unicodedata
@@ -18,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from spes_protocols.errors import RemoteError, UserError
 
-PASSPHRASE_CHARACTERS_MIN = 8
+PASSPHRASE_CHARACTERS_MIN = 12
 
 # PrivateKey{type=1 (Ed25519), data=64 bytes}: the protobuf encoding has one form, so it is compared, not parsed.
 _PRIVATE_PREFIX = bytes([0x08, 0x01, 0x12, 0x40])
@@ -81,36 +80,31 @@ class Identity:
         """The identity at `path`, made on first use. Of several processes that make one at once, one wins for all."""
         path = Path(path)
         if not path.exists():
-            # Where another process was faster, its key counts.
-            with contextlib.suppress(FileExistsError):
-                cls.generate()._write_new(path)
+            cls.generate()._write_new(path)  # where another process was faster, its key counts
         return cls.load(path)
 
     def save(self, path: Path | str) -> None:
         """Write the identity file with mode 0600. Raises `UserError` rather than replace a key that is there."""
-        try:
-            self._write_new(Path(path))
-        except FileExistsError:
-            raise UserError(f"{path} already holds an identity: move it away first") from None
+        if not self._write_new(Path(path)):
+            raise UserError(f"{path} already holds an identity: move it away first")
 
-    def _write_new(self, path: Path) -> None:
+    def _write_new(self, path: Path) -> bool:
+        """Write the file unless its name is taken; whether it was written."""
         data = _PRIVATE_PREFIX + self._key.private_bytes_raw() + self.public_key
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(descriptor)
-            # A link, unlike a rename, fails if the name exists: a key is never overwritten.
-            os.link(temporary, path)
-        except FileExistsError:
-            raise
+            try:
+                with open(descriptor, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(descriptor)
+                return _link_new(temporary, path)
+            finally:
+                temporary.unlink()
         except OSError as error:
             raise UserError(f"cannot write the identity {path}: {error.strerror}") from None
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def sign(self, data: bytes) -> bytes:
         """Ed25519 signature over `data`, 64 bytes; the same bytes each time."""
@@ -123,6 +117,20 @@ class Identity:
             serialization.PrivateFormat.PKCS8,
             serialization.BestAvailableEncryption(passphrase),
         )
+
+
+def _link_new(source: Path, target: Path) -> bool:
+    """Give a file a second name for good, unless that is taken: a rename would overwrite."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return False
+    directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+    return True
 
 
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
