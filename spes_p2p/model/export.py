@@ -1,0 +1,81 @@
+"""A global state as a checkpoint directory that `transformers` loads as OLMoE, without importing it.
+
+The state's tensor names are the checkpoint's own, so exporting is a matter of writing down the configuration: the one
+thing easily got wrong (`rms_norm_eps`, rotary base and end-of-text id are all different from the class's defaults).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+
+from spes_protocols.errors import UserError
+from spes_protocols.manifest import Model
+
+
+def checkpoint_config(model: Model, eos_id: int) -> dict[str, Any]:
+    """`config.json` of the checkpoint: every value that decides the logits, none left to a default."""
+    return {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "dtype": "float32",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_attention_heads,
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.num_experts_per_tok,
+        "norm_topk_prob": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "max_position_embeddings": model.sequence_length,
+        "initializer_range": model.initializer_range,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "clip_qkv": None,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": eos_id,
+        "pad_token_id": None,
+    }
+
+
+def export_checkpoint(
+    state: Mapping[str, np.ndarray], model: Model, eos_id: int, tokenizer_path: Path, out_dir: Path
+) -> None:
+    """Write `config.json`, `generation_config.json`, `model.safetensors` and the tokenizer's files into `out_dir`.
+
+    `state` maps every tensor name to fp32 values. `config.json` comes last: without it nothing loads the directory.
+    Raises `UserError` when the directory cannot be written.
+    """
+    tensors = {name: np.ascontiguousarray(state[name], dtype=np.float32) for name in sorted(state)}
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": Tokenizer.from_file(str(tokenizer_path)).id_to_token(eos_id),
+        "model_max_length": model.sequence_length,
+    }
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        (out_dir / "config.json").unlink(missing_ok=True)
+        save_file(tensors, out_dir / "model.safetensors", metadata={"format": "pt"})
+        shutil.copyfile(tokenizer_path, out_dir / "tokenizer.json")
+        _write_json(out_dir / "tokenizer_config.json", tokenizer_config)
+        _write_json(out_dir / "generation_config.json", {"eos_token_id": eos_id, "do_sample": False})
+        _write_json(out_dir / "config.json", checkpoint_config(model, eos_id))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write the checkpoint {out_dir}: {error}") from None
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

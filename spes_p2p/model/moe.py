@@ -1,0 +1,263 @@
+"""The Mixture-of-Experts language model: OLMoE's names and mathematics, with experts that are owned or frozen.
+
+A round begins by loading the global state into this model and ends by subtracting that state from it. Parameters
+carry the names of `core.tensors.tensor_specs`, one `Parameter` per (layer, expert, matrix), so that owning an expert is
+a flag on three parameters a layer: trainable ones are fp32, frozen ones lie in the compute dtype and cost no gradient.
+
+Architecture (SPES paper, section 4; OLMoE): pre-norm decoder, RMSNorm, QK-norm over the whole width before the heads
+are split, rotary positions by half rotation, no biases, untied embeddings, dropless top-k routing whose weights are the
+softmax over all experts, not renormalised.
+
+Shape suffixes:
+    B  sequences             D  hidden_size            E  num_experts
+    S  tokens per sequence   F  intermediate_size      K  num_experts_per_tok
+    T  tokens, B*S           H  attention heads        R  rows, T*K: a token once for each expert chosen for it
+    V  vocab_size            A  width of a head, D/H
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from spes_p2p.core.tensors import tensor_specs
+from spes_protocols.manifest import Model
+from spes_protocols.messages import section_group
+
+
+class Routing(NamedTuple):
+    """One layer's routing, for the auxiliary losses: fp32 logits and softmax, and how many tokens each expert got."""
+
+    logits_TE: Tensor
+    probs_TE: Tensor
+    counts_E: Tensor
+
+
+class Linear(nn.Module):
+    """A matrix without bias, used in its input's dtype."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Embedding(nn.Module):
+    """A row for each token id."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation over the whole width, in the input's dtype."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+def rotary_tables(model: Model, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary positions, fp32, each (length, A)."""
+    width = model.hidden_size // model.num_attention_heads
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+    frequencies = 1.0 / (model.rope_theta**exponents)
+    angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies
+    angles_SA = torch.cat((angles, angles), dim=-1)
+    return angles_SA.cos(), angles_SA.sin()
+
+
+def rotate(x_BHSA: Tensor, cos_SA: Tensor, sin_SA: Tensor) -> Tensor:
+    """Rotate each pair (a, a + A/2) of a head by its position's angle."""
+    first, second = x_BHSA.chunk(2, dim=-1)
+    return x_BHSA * cos_SA + torch.cat((-second, first), dim=-1) * sin_SA
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention with QK-norm over the whole width."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        width = model.hidden_size
+        self.heads = model.num_attention_heads
+        self.q_proj = Linear(width, width)
+        self.k_proj = Linear(width, width)
+        self.v_proj = Linear(width, width)
+        self.o_proj = Linear(width, width)
+        self.q_norm = RMSNorm(width, model.rms_norm_eps)
+        self.k_norm = RMSNorm(width, model.rms_norm_eps)
+
+    def forward(self, x_BSD: Tensor, cos_SA: Tensor, sin_SA: Tensor) -> Tensor:
+        q_BHSA = rotate(self._split(self.q_norm(self.q_proj(x_BSD))), cos_SA, sin_SA)
+        k_BHSA = rotate(self._split(self.k_norm(self.k_proj(x_BSD))), cos_SA, sin_SA)
+        v_BHSA = self._split(self.v_proj(x_BSD))
+        y_BHSA = F.scaled_dot_product_attention(q_BHSA, k_BHSA, v_BHSA, is_causal=True)
+        return self.o_proj(y_BHSA.transpose(1, 2).reshape(x_BSD.shape))  # type: ignore[no-any-return]
+
+    def _split(self, x_BSD: Tensor) -> Tensor:
+        heads_BSHA: Tensor = x_BSD.unflatten(-1, (self.heads, -1))
+        return heads_BSHA.transpose(1, 2)
+
+
+class Expert(nn.Module):
+    """One SwiGLU feed-forward expert."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(width, hidden)
+        self.up_proj = Linear(width, hidden)
+        self.down_proj = Linear(hidden, width)
+
+    def forward(self, x_RD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_RD)) * self.up_proj(x_RD))  # type: ignore[no-any-return]
+
+
+class SparseMLP(nn.Module):
+    """Dropless mixture of experts: every token goes to its `num_experts_per_tok` most probable experts."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.gate = Linear(model.hidden_size, model.num_experts)
+        self.experts = nn.ModuleList(
+            Expert(model.hidden_size, model.intermediate_size) for _ in range(model.num_experts)
+        )
+        self.top = model.num_experts_per_tok
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Routing]:
+        logits_TE = self.gate(x_TD.float())
+        probs_TE = logits_TE.softmax(-1)
+        weights_TK, chosen_TK = probs_TE.topk(self.top, dim=-1)
+        counts_E = chosen_TK.flatten().bincount(minlength=len(self.experts))
+
+        # Sort the rows by expert once (stable: the result does not depend on the sorting routine), run each expert on
+        # its slice, put the rows back in the order of tokens and sum each token's K rows.
+        order_R = chosen_TK.flatten().argsort(stable=True)
+        rows_RD = x_TD.index_select(0, order_R // self.top)
+        outputs = [
+            expert(rows)
+            for expert, rows in zip(self.experts, rows_RD.split(counts_E.tolist()), strict=True)
+            if rows.shape[0]
+        ]
+        sorted_RD = torch.cat(outputs) * weights_TK.flatten()[order_R, None].to(x_TD.dtype)
+        back_R = torch.empty_like(order_R)
+        back_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
+        y_TD = sorted_RD.index_select(0, back_R).unflatten(0, (-1, self.top)).sum(1)
+        return y_TD, Routing(logits_TE, probs_TE, counts_E)
+
+
+class Layer(nn.Module):
+    """Attention and experts, each normalised before and added to the residual stream."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps)
+        self.self_attn = Attention(model)
+        self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps)
+        self.mlp = SparseMLP(model)
+
+    def forward(self, x_BSD: Tensor, cos_SA: Tensor, sin_SA: Tensor) -> tuple[Tensor, Routing]:
+        # The residual stream stays in fp32; the branches run in the dtype of the rotary tables, the compute dtype.
+        dtype = cos_SA.dtype
+        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD).to(dtype), cos_SA, sin_SA)
+        y_TD, routing = self.mlp(self.post_attention_layernorm(x_BSD).to(dtype).flatten(0, 1))
+        return x_BSD + y_TD.view_as(x_BSD), routing
+
+
+class Decoder(nn.Module):
+    """Embeddings, layers and the last norm; exists so that the names are those of the checkpoint."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(model.vocab_size, model.hidden_size)
+        self.layers = nn.ModuleList(Layer(model) for _ in range(model.num_hidden_layers))
+        self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
+
+
+class MoE(nn.Module):
+    """The whole model. Its parameters hold no values until `load`."""
+
+    def __init__(
+        self,
+        model: Model,
+        groups: int,
+        owned: Collection[int] = (),
+        compute_dtype: torch.dtype = torch.float32,
+        *,
+        device: torch.device | str = "cpu",
+        recompute: bool = False,
+    ) -> None:
+        """`owned` are the expert groups to train; `recompute` trades time for memory (activation checkpointing)."""
+        super().__init__()
+        self.config = model
+        self.compute_dtype = compute_dtype
+        self.recompute = recompute
+        self.sections = {spec.name: spec.section for spec in tensor_specs(model, groups)}
+        # Without memory at first, so that frozen experts never take that of fp32.
+        with torch.device("meta"):
+            self.model = Decoder(model)
+            self.lm_head = Linear(model.hidden_size, model.vocab_size)
+        assert {name for name, _ in self.named_parameters()} == self.sections.keys()
+        self.own(owned)
+        self.to_empty(device=device)
+
+    def own(self, owned: Collection[int]) -> None:
+        """Make the experts of these groups trainable (fp32) and freeze the others (compute dtype).
+
+        A newly owned expert keeps the values it had in the compute dtype: `load` the state afterwards.
+        """
+        for name, parameter in self.named_parameters():
+            group = section_group(self.sections[name])
+            trainable = group is None or group in owned
+            dtype = torch.float32 if trainable else self.compute_dtype
+            parameter.requires_grad_(trainable)
+            if not trainable:
+                parameter.grad = None
+            if parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        """Copy a global state (fp32, such as the memory-mapped tensors of a state file) into the parameters."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                values = np.array(state[name], dtype=np.float32)  # a copy: torch wants writable memory
+                assert values.shape == tuple(parameter.shape), name
+                parameter.copy_(torch.from_numpy(values))
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The shared parameters and those of the owned groups, by name."""
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def hidden(self, tokens_BS: Tensor) -> tuple[Tensor, list[Routing]]:
+        """Normalised hidden states (B, S, D) in the compute dtype, and each layer's routing."""
+        tables = rotary_tables(self.config, tokens_BS.shape[1], tokens_BS.device)
+        cos_SA, sin_SA = (table.to(self.compute_dtype) for table in tables)
+        x_BSD = self.model.embed_tokens(tokens_BS)
+        routings: list[Routing] = []
+        for layer in self.model.layers:
+            if self.recompute and torch.is_grad_enabled():
+                x_BSD, routing = checkpoint(layer, x_BSD, cos_SA, sin_SA, use_reentrant=False)
+            else:
+                x_BSD, routing = layer(x_BSD, cos_SA, sin_SA)
+            routings.append(routing)
+        return self.model.norm(x_BSD).to(self.compute_dtype), routings
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Logits (B, S, V). Training never makes them whole: see `loss.training_loss`."""
+        x_BSD, _ = self.hidden(tokens_BS)
+        return self.lm_head(x_BSD)  # type: ignore[no-any-return]

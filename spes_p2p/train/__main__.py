@@ -1,0 +1,52 @@
+"""`python -m spes_p2p.train`: the trainer as the peer starts it. Not a command for people.
+
+Exit codes: 0 the peer said stop or is gone; 75 out of memory; 2 data or environment; 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from spes_p2p.train.trainer import Options, work
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def main() -> int:
+    """Parse the flags and work until the peer ends the stream."""
+    parser = argparse.ArgumentParser(prog="python -m spes_p2p.train", description="The trainer of a spes peer.")
+    parser.add_argument("--socket", type=Path, required=True, help="the peer's Unix socket")
+    parser.add_argument("--run-dir", type=Path, required=True, help="the run's directory")
+    parser.add_argument("--threads", type=_positive, default=1, help="CPU threads (default 1)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--micro-batch", type=_positive, help="sequences at once (default: a step's whole batch)")
+    parser.add_argument("--recompute", action="store_true", help="recompute activations: less memory, more time")
+    parser.add_argument("--allow-source", action="append", default=[], metavar="PREFIX", help="URLs the data may use")
+    parser.add_argument("--cache-gib", type=float, default=20.0, help="disk for cached data in GiB (default 20)")
+    arguments = parser.parse_args()
+    # Ctrl-C reaches every process of the terminal; how the trainer ends is the peer's to decide.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return work(
+        Options(
+            socket=arguments.socket,
+            run_dir=arguments.run_dir,
+            threads=arguments.threads,
+            device=arguments.device,
+            micro_batch=arguments.micro_batch,
+            recompute=arguments.recompute,
+            allow_sources=tuple(arguments.allow_source),
+            cache_bytes_max=int(arguments.cache_gib * 2**30),
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

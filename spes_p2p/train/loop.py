@@ -1,0 +1,109 @@
+"""The training loop: the local steps of one round, from top to bottom.
+
+Before it, `trainer.py` has loaded S_r (and what the owner keeps beyond it) into the model; after it, `trainer.py` takes
+the difference. Nothing here knows of peers, files or sockets.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from spes_p2p.model.loss import training_loss
+from spes_p2p.model.moe import MoE
+from spes_p2p.model.optim import fill_missing_gradients, learning_rate
+from spes_protocols.manifest import Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundPlan:
+    """What a member trains in a round: schedule steps [step, step + steps), `batch_sequences` sequences in each.
+
+    It reads positions [first_sequence, first_sequence + steps * batch_sequences) of the run's stream (SPEC 9.1).
+    """
+
+    step: int
+    steps: int
+    batch_sequences: int
+    first_sequence: int
+
+    def positions(self, index: int) -> range:
+        """Positions of the stream that local step `index` reads."""
+        first = self.first_sequence + index * self.batch_sequences
+        return range(first, first + self.batch_sequences)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One local step done: `steps` so far in this round, cross-entropy in nats per token, tokens per second."""
+
+    steps: int
+    loss: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundResult:
+    """A round's local training: steps and tokens done, mean cross-entropy in nats per token."""
+
+    steps: int
+    tokens: int
+    loss: float
+
+
+def train_round(
+    *,
+    model: MoE,
+    adamw: torch.optim.AdamW,
+    manifest: Manifest,
+    plan: RoundPlan,
+    sequences: Callable[[range], np.ndarray],
+    micro_batch: int | None,
+    report: Callable[[StepReport], None],
+    should_cut: Callable[[], bool],
+) -> RoundResult:
+    """Take the local steps of `plan`, or fewer if `should_cut` says so after a step (SPES paper, algorithm 1).
+
+    `sequences(positions)` gives tokens (n, sequence_length + 1): inputs and, one further, targets. `micro_batch` is how
+    many sequences go through the model at once (all of a step's by default); it changes memory and time, and what is
+    learned only through the load-balance term, which is a mean over micro-batches.
+    """
+    device = next(model.parameters()).device
+    parameters = list(model.trainable().values())
+    losses: list[float] = []
+    for index in range(plan.steps):
+        started = time.perf_counter()
+        adamw.param_groups[0]["lr"] = learning_rate(manifest.optimizer, plan.step + index)
+
+        tokens = sequences(plan.positions(index)).astype(np.int64)
+        batch_BS = torch.from_numpy(tokens).to(device)
+        loss = torch.zeros((), device=device)
+        for micro_BS in batch_BS.split(micro_batch or plan.batch_sequences):
+            share = micro_BS.shape[0] / plan.batch_sequences
+            parts = training_loss(model, micro_BS[:, :-1], micro_BS[:, 1:], manifest.loss)
+            (parts.total * share).backward()
+            loss += parts.cross_entropy * share
+
+        fill_missing_gradients(parameters)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, manifest.optimizer.grad_clip, foreach=True)
+        # One overflow must not poison moments that live for the whole run.
+        if math.isfinite(norm):
+            adamw.step()
+        adamw.zero_grad(set_to_none=True)
+
+        losses.append(float(loss))
+        done = tokens.shape[0] * manifest.model.sequence_length
+        seconds = time.perf_counter() - started
+        report(StepReport(steps=index + 1, loss=losses[-1], tokens_per_second=done / seconds))
+        if should_cut():
+            break
+    return RoundResult(
+        steps=len(losses),
+        tokens=len(losses) * plan.batch_sequences * manifest.model.sequence_length,
+        loss=sum(losses) / len(losses),
+    )

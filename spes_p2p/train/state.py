@@ -1,0 +1,167 @@
+"""What the trainer knows beyond the global state: AdamW's moments, residuals, and a contribution still undecided.
+
+One safetensors file, `<run dir>/optim/state.safetensors`, replaced atomically once a round, before the round's
+contribution is announced: whatever happens after that, the next trainer knows what was published and can ask how it
+fared.
+
+Residuals (SPEC 6.8) are named like the tensors they belong to: e for a shared tensor, d for one of an owned group. A
+tensor without residual has zero.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from spes_p2p.delta.numeric import FloatArray
+from spes_p2p.model.optim import Moments
+from spes_p2p.store.files import NewFile, make_directory
+from spes_protocols import control_pb2 as pb
+from spes_protocols.errors import IntegrityError
+from spes_protocols.messages import SHARED
+
+FILE_NAME = "state.safetensors"
+_VERSION = "1"
+_KINDS = ("mean", "square", "residual", "counted")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """A published contribution whose outcome is not known yet.
+
+    `task` is what was asked, `done` what was answered, `counted` the residuals of all its tensors in case it counts.
+    """
+
+    task: pb.TrainRound
+    done: pb.RoundDone
+    counted: Mapping[str, FloatArray]
+
+
+@dataclass(kw_only=True)
+class TrainerState:
+    """Moments and residuals by tensor name, and the pending contribution.
+
+    While a contribution is pending, `residuals` are those in case it is missed: e unchanged, d all of W' - S_r.
+    """
+
+    moments: dict[str, Moments] = field(default_factory=dict)
+    residuals: dict[str, FloatArray] = field(default_factory=dict)
+    pending: Pending | None = None
+
+    def settle(self, outcome: pb.Outcome, counted: Collection[str], section_of: Callable[[str], str]) -> None:
+        """Choose the residuals that fit the pending contribution's outcome (SPEC 6.8); nothing pends afterwards.
+
+        `counted` names the sections that counted when `outcome` is COUNTED; the others were missed. Of a refused
+        contribution an owned group keeps nothing: its owner goes on from the ledger's weights.
+        """
+        if self.pending is None:
+            return
+        for name, residual in self.pending.counted.items():
+            section = section_of(name)
+            if outcome == pb.COUNTED and section in counted:
+                self.residuals[name] = residual
+            elif outcome == pb.REFUSED and section != SHARED:
+                self.residuals.pop(name, None)
+        self.pending = None
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forget everything about tensors that are no longer trained; one trained anew starts from nothing."""
+        self.moments = {name: value for name, value in self.moments.items() if name in names}
+        self.residuals = {name: value for name, value in self.residuals.items() if name in names}
+
+
+def save_state(state: TrainerState, directory: Path) -> None:
+    """Write the state, whole or not at all. Raises `UserError` when the disk is full or not writable."""
+    tensors: dict[str, torch.Tensor | FloatArray] = {}
+    for name, moments in state.moments.items():
+        tensors[f"mean/{name}"] = moments.mean
+        tensors[f"square/{name}"] = moments.square
+    for name, residual in state.residuals.items():
+        tensors[f"residual/{name}"] = residual
+    metadata = {
+        "version": _VERSION,
+        "steps": json.dumps({name: moments.steps for name, moments in state.moments.items()}),
+    }
+    if state.pending is not None:
+        for name, residual in state.pending.counted.items():
+            tensors[f"counted/{name}"] = residual
+        metadata["task"] = state.pending.task.SerializeToString().hex()
+        metadata["done"] = state.pending.done.SerializeToString().hex()
+    make_directory(directory)
+    with NewFile(directory) as file:
+        file.write(_header(tensors, metadata))
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(_host(tensor), dtype="<f4").reshape(-1).view(np.uint8).data)
+        file.publish(directory / FILE_NAME)
+
+
+def _header(tensors: Mapping[str, torch.Tensor | FloatArray], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors header for fp32 tensors one after another, so that each leaves the GPU only when it is written."""
+    entries: dict[str, object] = {"__metadata__": metadata}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + 4 * int(np.prod(tensor.shape))
+        entries[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _host(tensor: torch.Tensor | FloatArray) -> FloatArray:
+    if isinstance(tensor, torch.Tensor):
+        array: FloatArray = tensor.detach().cpu().numpy()
+        return array
+    return tensor
+
+
+def load_state(directory: Path, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> TrainerState:
+    """The saved state, or an empty one if there is none. Moments go to `device`.
+
+    `shapes` are those of the run's tensors. Raises `IntegrityError` when the file is damaged or of another model.
+    """
+    path = directory / FILE_NAME
+    if not path.exists():
+        return TrainerState()
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return _read(file, shapes, device)
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        detail = f"{type(error).__name__} {error}; delete the file to train on with fresh moments"
+        raise IntegrityError("trainer state", str(path), detail) from None
+
+
+def _read(file: Any, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> TrainerState:
+    metadata = file.metadata() or {}
+    if metadata.get("version") != _VERSION:
+        raise ValueError(f"version {metadata.get('version')!r} where {_VERSION!r} is known")
+    arrays: dict[str, dict[str, FloatArray]] = {kind: {} for kind in _KINDS}
+    for key in file.keys():  # noqa: SIM118 (the file is no mapping)
+        kind, _, name = key.partition("/")
+        array = file.get_tensor(key)
+        if array.shape != shapes[name] or array.dtype != np.float32:
+            raise ValueError(f"{key} is {array.dtype} {array.shape} where the model has {shapes[name]}")
+        arrays[kind][name] = array
+    moments = {
+        name: Moments(
+            steps=int(steps),
+            mean=torch.from_numpy(arrays["mean"][name]).to(device),
+            square=torch.from_numpy(arrays["square"][name]).to(device),
+        )
+        for name, steps in json.loads(metadata["steps"]).items()
+    }
+    pending = None
+    if "task" in metadata:
+        pending = Pending(
+            task=pb.TrainRound.FromString(bytes.fromhex(metadata["task"])),
+            done=pb.RoundDone.FromString(bytes.fromhex(metadata["done"])),
+            counted=arrays["counted"],
+        )
+    return TrainerState(moments=moments, residuals=arrays["residual"], pending=pending)

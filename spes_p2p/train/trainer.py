@@ -1,0 +1,291 @@
+"""The trainer process: takes rounds from the peer over the local socket, trains them, writes the coded deltas to files.
+
+It knows nothing of the network. What it must remember lies in `state.py`'s file; killed at any instant, its successor
+loses at most the local steps since the last round and never forgets what was published (DESIGN 12).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from spes_p2p.core.tensors import section_specs, tensor_specs
+from spes_p2p.data.batches import TokenData
+from spes_p2p.data.sources import StoppedError
+from spes_p2p.delta.codecs import encode_section
+from spes_p2p.delta.feedback import Outcome, owned_delta, owned_difference, owned_start, shared_delta, shared_residual
+from spes_p2p.delta.numeric import FloatArray
+from spes_p2p.model.moe import MoE
+from spes_p2p.model.optim import make_adamw, moments_of
+from spes_p2p.store.files import remove_unfinished
+from spes_p2p.store.rundir import RunDir
+from spes_p2p.store.states import map_state
+from spes_p2p.train.link import Link
+from spes_p2p.train.loop import RoundPlan, RoundResult, StepReport, train_round
+from spes_p2p.train.state import Pending, load_state, save_state
+from spes_protocols import control_pb2 as pb
+from spes_protocols.errors import SpesError, UserError
+from spes_protocols.messages import SHARED, group_section
+
+EXIT_MEMORY = 75
+"""Exit code after running out of memory: the peer starts the trainer again with a smaller micro-batch."""
+
+
+class DataError(UserError):
+    """The run's data cannot be read; the message says what and why in one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line. `micro_batch` in sequences, None for a step's whole batch at once."""
+
+    socket: Path
+    run_dir: Path
+    threads: int
+    device: str
+    micro_batch: int | None
+    recompute: bool
+    allow_sources: Sequence[str]
+    cache_bytes_max: int
+
+
+def work(options: Options) -> int:
+    """Serve the peer until it says stop or is gone. Returns the exit code; a fault of the program itself is raised."""
+    link = Link(options.socket)
+    try:
+        Trainer(options, link).run()
+    except StoppedError:
+        return 0
+    except Exception as error:
+        kind, message, exit_code = describe(error)
+        link.send(failed=pb.Failed(kind=kind, message=message))
+        print(f"trainer: {message}", file=sys.stderr)
+        if kind == "other" and not isinstance(error, SpesError):
+            raise
+        return exit_code
+    finally:
+        link.close()
+    return 0
+
+
+def describe(error: Exception) -> tuple[str, str, int]:
+    """(kind of `Failed`, one line for a person, exit code) of what ended the trainer."""
+    line = " ".join(str(error).split())[:500]
+    if _is_out_of_memory(error):
+        return "memory", f"out of memory: {line}", EXIT_MEMORY
+    if isinstance(error, DataError):
+        return "data", line, error.exit_code
+    if isinstance(error, SpesError):
+        return "other", line, error.exit_code
+    return "other", f"{type(error).__name__}: {line}", 1
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # On the CPU torch's allocator has no error class of its own.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+class Trainer:
+    """One run's model, optimiser state and data in this process."""
+
+    def __init__(self, options: Options, link: Link) -> None:
+        if options.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("no CUDA device is usable here: check the driver, or use --device cpu")
+        torch.set_num_threads(options.threads)
+        self._options = options
+        self._link = link
+        self._run = RunDir.open(options.run_dir)
+        self._manifest = self._run.manifest.record
+        self._device = torch.device(options.device)
+        model, groups = self._manifest.model, self._manifest.ownership.groups
+        specs = tensor_specs(model, groups)
+        self._shapes = {spec.name: spec.shape for spec in specs}
+        self._sections = {spec.name: spec.section for spec in specs}
+        remove_unfinished(self._run.optim_dir)
+        self._state = load_state(self._run.optim_dir, self._shapes, self._device)
+        compute_dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+        self._model = MoE(model, groups, (), compute_dtype, device=self._device, recompute=options.recompute)
+        with _reading_data():
+            self._data = TokenData(
+                self._manifest.data,
+                model.sequence_length,
+                self._manifest.seed,
+                self._run.cache_dir,
+                options.allow_sources,
+                cache_bytes_max=options.cache_bytes_max,
+                report=self._report_data,
+            )
+
+    def run(self) -> None:
+        """Train the rounds that the peer asks for. Raises `StoppedError`, `DataError` and whatever else goes wrong."""
+        pending = self._state.pending
+        self._link.send(
+            ready=pb.Ready(
+                has_pending=pending is not None,
+                pending_round=pending.task.round if pending else 0,
+                pending_epoch=pending.task.epoch if pending else b"",
+                pid=os.getpid(),
+                device=torch.cuda.get_device_name() if self._device.type == "cuda" else "cpu",
+            )
+        )
+        with _reading_data():
+            self._data.prepare()
+        for task in self._link.tasks():
+            done = self._finished_before(task) or self._train(task)
+            self._link.send(round_done=done)
+
+    def _finished_before(self, task: pb.TrainRound) -> pb.RoundDone | None:
+        """The answer to this very task, if an earlier trainer gave it and the files are still what it said."""
+        pending = self._state.pending
+        if pending is None:
+            return None
+        asked, before = (
+            (t.epoch, t.round, t.state_path, t.step, t.first_sequence, tuple(t.groups)) for t in (task, pending.task)
+        )
+        if asked != before or not all(_is_intact(section) for section in pending.done.sections):
+            return None
+        return pending.done
+
+    def _train(self, task: pb.TrainRound) -> pb.RoundDone:
+        """One round, from the outcome of the last contribution to the next one on disk."""
+        self._settle(task)
+        owned = [SHARED, *(group_section(group) for group in sorted(task.groups))]
+        self._state.keep({name for name, section in self._sections.items() if section in owned})
+
+        state = map_state(Path(task.state_path), list(self._shapes.items()))
+        self._model.own(task.groups)
+        self._model.load(state | self._exact_weights(state))
+        adamw = make_adamw(self._model, self._manifest.optimizer, self._state.moments)
+
+        started = time.perf_counter()
+        result = self._local_steps(task, adamw)
+        self._state.moments = moments_of(self._model, adamw)
+        trained = time.perf_counter()
+
+        counted: dict[str, FloatArray] = {}
+        files = [self._encode(task, section, state, counted) for section in owned]
+        done = pb.RoundDone(
+            round=task.round,
+            sections=files,
+            tokens=result.tokens,
+            steps=result.steps,
+            loss=result.loss,
+            train_seconds=trained - started,
+            encode_seconds=time.perf_counter() - trained,
+        )
+        self._state.pending = Pending(task=task, done=done, counted=counted)
+        save_state(self._state, self._run.optim_dir)
+        return done
+
+    def _settle(self, task: pb.TrainRound) -> None:
+        """Apply the outcome of the last contribution; one the peer says nothing of was missed."""
+        pending = self._state.pending
+        if pending is None:
+            return
+        known = task.has_outcome and task.outcome_round == pending.task.round
+        outcome = task.outcome if known else pb.MISSED
+        self._state.settle(outcome, task.counted, self._sections.__getitem__)
+        for section in pending.done.sections:
+            Path(section.path).unlink(missing_ok=True)
+
+    def _exact_weights(self, state: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+        """W of the owned experts where it differs from the ledger's state."""
+        return {
+            name: owned_start(state[name], difference)
+            for name, difference in self._state.residuals.items()
+            if self._sections[name] != SHARED
+        }
+
+    def _local_steps(self, task: pb.TrainRound, adamw: torch.optim.AdamW) -> RoundResult:
+        plan = RoundPlan(
+            step=task.step,
+            steps=task.steps,
+            batch_sequences=task.batch_sequences,
+            first_sequence=task.first_sequence,
+        )
+
+        def sequences(positions: range) -> np.ndarray:
+            with _reading_data():
+                return self._data.sequences(positions)
+
+        def report(step: StepReport) -> None:
+            self._link.check_stop()
+            self._link.progress(
+                pb.Progress(
+                    round=task.round, step=step.steps, loss=step.loss, tokens_per_second=step.tokens_per_second
+                ),
+                last=step.steps == plan.steps,
+            )
+
+        with _reading_data():
+            self._data.prefetch(range(plan.first_sequence, plan.positions(plan.steps - 1).stop))
+        return train_round(
+            model=self._model,
+            adamw=adamw,
+            manifest=self._manifest,
+            plan=plan,
+            sequences=sequences,
+            micro_batch=self._options.micro_batch,
+            report=report,
+            should_cut=lambda: self._link.should_cut(task.round),
+        )
+
+    def _encode(
+        self, task: pb.TrainRound, section: str, state: Mapping[str, FloatArray], counted: dict[str, FloatArray]
+    ) -> pb.SectionFile:
+        """Write one section's blob; its residuals go to `counted` and, for an owned group, to the state (missed)."""
+        manifest = self._manifest
+        specs = section_specs(manifest.model, manifest.ownership.groups, section)
+        parameters = self._model.trainable()
+        residuals = self._state.residuals
+        codec = manifest.codecs.shared if section == SHARED else manifest.codecs.group
+        deltas: dict[str, FloatArray] = {}
+        for spec in specs:
+            trained = parameters[spec.name].detach().cpu().numpy()
+            if section == SHARED:
+                residual = residuals.setdefault(spec.name, np.zeros(spec.shape, np.float32))
+                deltas[spec.name] = shared_delta(trained, state[spec.name], residual)
+            else:
+                deltas[spec.name] = owned_delta(trained, state[spec.name])
+        path = Path(task.out_dir) / f"{task.round}-{section.replace('/', '-')}.safetensors"
+        decoded = encode_section(specs, deltas, codec, path)
+        for name, delta in deltas.items():
+            if section == SHARED:
+                counted[name] = shared_residual(delta, decoded[name], residuals[name], Outcome.COUNTED)
+            else:
+                counted[name] = owned_difference(delta, decoded[name], Outcome.COUNTED)
+                residuals[name] = owned_difference(delta, decoded[name], Outcome.MISSED)
+        return pb.SectionFile(
+            name=section, codec=codec, path=str(path), digest=_file_digest(path), size=path.stat().st_size
+        )
+
+    def _report_data(self, what: str, fraction: float) -> None:
+        self._link.check_stop()
+        self._link.progress(pb.Progress(text=f"{what} ({fraction:.0%})"), last=fraction >= 1.0)
+
+
+@contextlib.contextmanager
+def _reading_data() -> Iterator[None]:
+    try:
+        yield
+    except SpesError as error:
+        raise DataError(str(error)) from error
+
+
+def _file_digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def _is_intact(section: pb.SectionFile) -> bool:
+    path = Path(section.path)
+    return path.is_file() and _file_digest(path) == section.digest

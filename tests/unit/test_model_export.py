@@ -1,0 +1,90 @@
+"""An exported state is what `transformers` loads: the same logits, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spes_p2p.model.export import export_checkpoint
+from spes_p2p.model.moe import MoE
+from spes_protocols.errors import UserError
+from spes_protocols.manifest import Model
+from tests.unit.model_support import GROUPS, random_state, random_tokens
+
+EOS_ID = 5
+
+# Widths are multiples of 16, as any real model's: at others a matrix product may sum in another order than its halves.
+MODEL = Model(
+    vocab_size=61,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_experts=8,
+    num_experts_per_tok=2,
+    sequence_length=16,
+)
+
+
+@pytest.fixture
+def tokenizer_path(tmp_path: Path) -> Path:
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(MODEL.vocab_size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    path = tmp_path / "source.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize(("top", "theta"), [(2, 500_000.0), (3, 10_000.0)])
+def test_transformers_gives_equal_logits(tmp_path: Path, tokenizer_path: Path, top: int, theta: float) -> None:
+    model = Model(**{**vars(MODEL), "num_experts_per_tok": top, "rope_theta": theta, "rms_norm_eps": 1e-6})
+    state = random_state(model)
+    export_checkpoint(state, model, EOS_ID, tokenizer_path, tmp_path / "out")
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, local_files_only=True, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    assert type(loaded).__name__ == "OlmoeForCausalLM"
+
+    moe = MoE(model, GROUPS)
+    moe.load(state)
+    tokens = random_tokens(3, model.sequence_length, model)
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(tokens).logits, moe(tokens))
+
+
+def test_tokenizer_and_generation_go_with_it(tmp_path: Path, tokenizer_path: Path) -> None:
+    export_checkpoint(random_state(MODEL), MODEL, EOS_ID, tokenizer_path, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert tokenizer("w7 w3").input_ids == [7, 3]
+    assert tokenizer.eos_token_id == EOS_ID
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert loaded.generation_config.eos_token_id == EOS_ID
+    text = loaded.generate(torch.tensor([[7, 3]]), max_new_tokens=4, pad_token_id=0)
+    assert text.shape[1] <= 6
+    assert text[0, :2].tolist() == [7, 3]
+
+
+def test_config_says_everything_that_decides_the_logits(tmp_path: Path, tokenizer_path: Path) -> None:
+    export_checkpoint(random_state(MODEL), MODEL, EOS_ID, tokenizer_path, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rms_norm_eps"] == MODEL.rms_norm_eps
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": MODEL.rope_theta}
+    assert config["norm_topk_prob"] is False
+    assert config["architectures"] == ["OlmoeForCausalLM"]
+    assert config["eos_token_id"] == EOS_ID
+
+
+def test_a_failed_export_leaves_nothing_that_loads(tmp_path: Path, tokenizer_path: Path) -> None:
+    out = tmp_path / "out"
+    export_checkpoint(random_state(MODEL), MODEL, EOS_ID, tokenizer_path, out)
+    (out / "model.safetensors").unlink()
+    (out / "model.safetensors").mkdir()
+    with pytest.raises(UserError, match="cannot write the checkpoint"):
+        export_checkpoint(random_state(MODEL), MODEL, EOS_ID, tokenizer_path, out)
+    assert not (out / "config.json").exists()
