@@ -146,20 +146,21 @@ def opening() -> tuple[Signed[Claim], Signed[Start]]:
 def run_records() -> dict[str, Signed[Any]]:
     """One signed record of every kind: a first round of ada and bob, which refuses eve's contribution."""
     claim, start = opening()
-    headers = {peer: seal(header(peer, group, start.id), peer) for peer, group in ((ADA, 0), (BOB, 1), (EVE, None))}
-    release = seal(Release(run_id=RUN_ID, epoch=start.id, round=0), BOB)
+    opened_id = digest(start.record)
+    headers = {peer: seal(header(peer, group, opened_id), peer) for peer, group in ((ADA, 0), (BOB, 1), (EVE, None))}
+    release = seal(Release(run_id=RUN_ID, epoch=opened_id, round=0), BOB)
     ban = seal(Ban(run_id=RUN_ID, peer=EVE.peer_id, reason="an example"), ORGANIZER)
     value = ProposedSet(
         run_id=RUN_ID,
-        epoch=start.id,
+        epoch=opened_id,
         round=0,
-        parent=start.id,
+        parent=opened_id,
         headers=by_signer(headers[ADA], headers[BOB]),
         refusals=(Refusal(check="finite", header=headers[EVE].raw),),
         releases=(release.raw,),
         orders=(ban.raw,),
     )
-    place = {"run_id": RUN_ID, "epoch": start.id, "round": 0, "view": 0}
+    place = {"run_id": RUN_ID, "epoch": opened_id, "round": 0, "view": 0}
     root = example_digest("S_1")
     prevotes = [seal(Prevote(**place, value=digest(value)), peer) for peer in (ADA, BOB)]
     return {
@@ -179,7 +180,7 @@ def run_records() -> dict[str, Signed[Any]]:
         "reset": seal(
             Reset(
                 run_id=RUN_ID,
-                parent=start.id,
+                parent=opened_id,
                 round=0,
                 state_root=MANIFEST.genesis_root,
                 members=start.record.members[:2],
@@ -193,7 +194,7 @@ def run_records() -> dict[str, Signed[Any]]:
                 addresses=("/ip4/192.0.2.1/tcp/4001",),
                 role="volunteer",
                 round=1,
-                head=start.id,
+                head=opened_id,
                 state_root=root,
                 expires=1_800_000_000,
             ),

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from spes_p2p.core.assignment import Mixture, member_sequences, mix64, permute
+from spes_p2p.core.head import genesis
+from spes_p2p.core.ledger import opened, verify_commit
 from spes_p2p.core.roots import LEAF_BYTES, leaf_digest, merkle_root, state_root
 from spes_p2p.crypto.envelope import KINDS, unseal, unseal_manifest, unseal_votes, verify_set
 from spes_p2p.crypto.keys import Identity, public_key_of
@@ -58,15 +60,23 @@ def test_the_commit_opens() -> None:
     commit = decode(Commit, bytes.fromhex(entry["commit"]))
     assert commit == generate.first_commit()
     assert commit.id.hex() == entry["id"]
-    opened = verify_set(commit.body.value)
-    assert opened.id.hex() == entry["value"]
-    assert [h.signer for h in opened.headers] == sorted([generate.ADA.peer_id, generate.BOB.peer_id])
-    assert [(check, h.signer) for check, h in opened.refused] == [("finite", generate.EVE.peer_id)]
-    assert [(o.record.KIND, o.signer) for o in opened.orders] == [("ban", generate.ORGANIZER.peer_id)]
+    value = verify_set(commit.body.value)
+    assert value.id.hex() == entry["value"]
+    assert [h.signer for h in value.headers] == sorted([generate.ADA.peer_id, generate.BOB.peer_id])
+    assert [(check, h.signer) for check, h in value.refused] == [("finite", generate.EVE.peer_id)]
+    assert [(o.record.KIND, o.signer) for o in value.orders] == [("ban", generate.ORGANIZER.peer_id)]
     votes = unseal_votes(commit.precommits, Precommit)
-    assert {vote.record.value for vote in votes} == {opened.id}
+    assert {vote.record.value for vote in votes} == {value.id}
     manifest = unseal_manifest(bytes.fromhex(load("envelopes.json")[0]["envelope"]))
     assert digest(manifest.record).hex() == entry["run_id"] == commit.body.run_id.hex()
+
+
+def test_the_vectors_form_a_ledger() -> None:
+    records, commit = generate.run_records(), generate.first_commit()
+    before = opened(generate.MANIFEST, genesis(generate.MANIFEST, generate.RUN_ID), records["start"])
+    value, votes = verify_set(commit.body.value), unseal_votes(commit.precommits, Precommit)
+    after = verify_commit(generate.MANIFEST, before, commit, value, votes)
+    assert (after.id, after.round) == (commit.id, 1)
 
 
 def test_the_snapshot_index_and_its_root() -> None:
