@@ -1,0 +1,94 @@
+"""`spes-bootstrap`: keep a door to a run open. Prints the line that volunteers paste.
+
+It follows the ledger and answers with manifest, ledger and addresses; with --archive it keeps every blob and state too.
+With --start-key it opens the run by itself once enough claims are there. Nothing depends on it once peers know each
+other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from spes_client.ui import EXIT_CODES, Parser, dir_flag, flag, home, run_program, whole_number
+
+
+def build_parser() -> Parser:
+    """The command line of `spes-bootstrap`."""
+    parser = Parser(
+        prog="spes-bootstrap",
+        description="Keep a door to a run open for volunteers: discovery, relay and address mirror.",
+        epilog=EXIT_CODES,
+    )
+    flag(parser, "--manifest", metavar="FILE", help="the signed manifest of the run, from `spes run sign`")
+    flag(parser, "--peer", action="append", metavar="ADDR", help="another bootstrap or volunteer of the run")
+    dir_flag(parser)
+    flag(
+        parser,
+        "--listen",
+        action="append",
+        metavar="ADDR",
+        help="multiaddr to listen on (default /ip4/0.0.0.0/tcp/4001)",
+    )
+    flag(
+        parser, "--announce", action="append", metavar="ADDR", help="multiaddr to tell others instead of the found ones"
+    )
+    flag(parser, "--start-key", metavar="FILE", help="key that opens the run once min_peers claims are there")
+    flag(parser, "--archive", action="store_true", help="keep every blob and state of the run")
+    flag(
+        parser,
+        "--disk",
+        type=whole_number(1, 1_000_000),
+        default=100,
+        metavar="GIB",
+        help="disk for states of an archive",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `spes-bootstrap`."""
+    return run_program(lambda: _bootstrap(build_parser().parse_args(sys.argv[1:] if argv is None else argv)))
+
+
+def _bootstrap(args: argparse.Namespace) -> int:
+    from spes_p2p.crypto.keys import Identity
+    from spes_p2p.peer.options import GIB, PeerOptions
+
+    start_key = Path(args.start_key) if args.start_key else None
+    if start_key is not None:
+        Identity.load(start_key)  # now, not when the run could start
+    options = PeerOptions(
+        home=Path(home(args)),
+        peers=tuple(args.peer or ()),
+        listen=tuple(args.listen or ("/ip4/0.0.0.0/tcp/4001",)),
+        announce=tuple(args.announce or ()),
+        role="archive" if args.archive else "bootstrap",
+        trains=False,
+        relay=True,
+        disk_bytes_max=int(args.disk) * GIB,
+        start_key=start_key,
+    )
+    asyncio.run(_run(options, Path(args.manifest) if args.manifest else None))
+    return 0
+
+
+async def _run(options, manifest_path: Path | None) -> None:  # type: ignore[no-untyped-def]
+    from spes_p2p.peer.program import open_peer, paste_line, run_until_done
+
+    def say(line: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+    async with open_peer(options, manifest_path, say) as (peer, reached):
+        print("volunteers join with:")
+        for address in await peer.transport.addresses():
+            print(f"  {paste_line(address, peer.run_dir.run_id)}", flush=True)
+        await run_until_done(peer, reached, say)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

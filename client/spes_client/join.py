@@ -1,0 +1,181 @@
+"""`spes-join`: join a run and train, with a live view on a terminal and plain lines elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spes_client.ui import EXIT_CODES, Parser, dir_flag, flag, home, one_of, run_program, whole_number
+
+if TYPE_CHECKING:
+    from spes_p2p.peer.options import PeerOptions
+    from spes_p2p.peer.peer import Peer
+
+_VIEW_SECONDS = 0.5
+
+
+def build_parser() -> Parser:
+    """The command line of `spes-join`."""
+    parser = Parser(
+        prog="spes-join",
+        description="Join a training run and train a part of its model on this machine.",
+        epilog=EXIT_CODES + "\nCtrl-C leaves cleanly after the round; a second one leaves at once.",
+    )
+    flag(
+        parser, "--peer", action="append", metavar="ADDR",
+        help="address of any peer of the run, bootstrap or volunteer; may be given several times",
+    )  # fmt: skip
+    dir_flag(parser)
+    flag(
+        parser,
+        "--groups",
+        metavar="N",
+        type=whole_number(0, 1024),
+        help="expert groups to own (default: what the run allows; 0: stand by)",
+    )
+    flag(
+        parser, "--listen", action="append", metavar="ADDR", help="multiaddr to listen on (default /ip4/0.0.0.0/tcp/0)"
+    )
+    flag(
+        parser, "--announce", action="append", metavar="ADDR", help="multiaddr to tell others instead of the found ones"
+    )
+    flag(
+        parser,
+        "--relay",
+        action="append",
+        metavar="ADDR",
+        help="relay to be reachable through, for machines behind NAT",
+    )
+    flag(
+        parser, "--device", type=one_of("auto", "cpu", "cuda"), default="auto", help="where to train: auto, cpu or cuda"
+    )
+    flag(
+        parser,
+        "--threads",
+        type=whole_number(1, 1024),
+        default=max(1, (os.cpu_count() or 2) // 2),
+        metavar="N",
+        help="CPU threads of the trainer",
+    )
+    flag(parser, "--micro-batch", type=whole_number(1, 65536), metavar="N", help="sequences at a time on the device")
+    flag(
+        parser, "--allow-source", action="append", metavar="PREFIX", help="let the run read data under this path or URL"
+    )
+    flag(
+        parser,
+        "--disk",
+        type=whole_number(1, 1_000_000),
+        default=100,
+        metavar="GIB",
+        help="disk to use for blobs and states",
+    )
+    flag(
+        parser,
+        "--cache",
+        type=whole_number(1, 1_000_000),
+        default=20,
+        metavar="GIB",
+        help="disk to use for training data",
+    )
+    flag(parser, "--archive", action="store_true", help="keep every blob of the run for replay")
+    flag(parser, "--rounds", type=whole_number(1, 2**40), metavar="N", help="stop once the run has finished N rounds")
+    flag(parser, "--plain", action="store_true", help="plain lines instead of the live view")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `spes-join`."""
+    return run_program(lambda: _join(build_parser().parse_args(sys.argv[1:] if argv is None else argv)))
+
+
+def options_of(args: argparse.Namespace) -> PeerOptions:
+    """The peer's options from the command line."""
+    from spes_p2p.peer.options import GIB, PeerOptions
+    from spes_p2p.peer.trainer_link import TrainerOptions
+
+    trainer = TrainerOptions(
+        threads=int(args.threads),
+        device=args.device,
+        micro_batch=int(args.micro_batch or 0),
+        allow_sources=tuple(args.allow_source or ()),
+        cache_bytes_max=int(args.cache) * GIB,
+    )
+    return PeerOptions(
+        home=Path(home(args)),
+        peers=tuple(args.peer or ()),
+        listen=tuple(args.listen or ("/ip4/0.0.0.0/tcp/0",)),
+        announce=tuple(args.announce or ()),
+        relays=tuple(args.relay or ()),
+        role="archive" if args.archive else "volunteer",
+        groups=None if args.groups is None else int(args.groups),
+        disk_bytes_max=int(args.disk) * GIB,
+        rounds_max=None if args.rounds is None else int(args.rounds),
+        trainer=trainer,
+    )
+
+
+def _join(args: argparse.Namespace) -> int:
+    options = options_of(args)
+    live = sys.stdout.isatty() and not args.plain
+    asyncio.run(_run(options, live))
+    return 0
+
+
+async def _run(options: PeerOptions, live: bool) -> None:
+    from spes_p2p.peer.program import open_peer, run_until_done
+
+    view = _View(live)
+    async with open_peer(options, None, view.say) as (peer, reached):
+        view.show(peer)
+        try:
+            await run_until_done(peer, reached, view.say)
+        finally:
+            await view.close()
+    print("left the run")
+
+
+class _View:
+    """Lines until the peer is there, then the live view; or lines all the way."""
+
+    def __init__(self, live: bool) -> None:
+        self._live = live
+        self._task: asyncio.Task[None] | None = None
+
+    def say(self, line: str) -> None:
+        """One line for the person at the machine, with the time."""
+        if self._task is None or not self._live:
+            print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+    def show(self, peer: Peer) -> None:
+        """Begin the live view, if there is a terminal for it."""
+        if self._live:
+            self._task = asyncio.create_task(self._draw(peer))
+
+    async def close(self) -> None:
+        """Leave the last picture on the screen."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _draw(self, peer: Peer) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        from spes_client.view import render
+
+        console = Console()
+        with Live(console=console, auto_refresh=False, screen=False) as live:
+            while True:
+                picture = render(await peer.status(), width=console.width, height=console.height)
+                live.update(picture, refresh=True)
+                await asyncio.sleep(_VIEW_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""What one peer asks of another: requests and replies of the peer-to-peer methods (SPEC 3.3).
+
+They carry no signature of their own. What they bring is either signed itself (manifest, ledger, presences) or checked
+against a digest that the ledger names (blobs, snapshots).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from spes_protocols.codec import OneOf, Size
+from spes_protocols.types import Count, Envelope, Small
+
+HELLO = "spes/1/hello"
+MANIFEST = "spes/1/manifest"
+PUSH = "spes/1/push"
+CHAIN = "spes/1/chain"
+SNAPSHOTS = "spes/1/snapshots"
+INDEX = "spes/1/index"
+LEAVES = "spes/1/leaves"
+
+CHAIN_BYTES_MAX = 2 * 1024 * 1024
+"""A reply to CHAIN ends before it grows beyond this; the first record of it is always whole."""
+
+LEAVES_MAX = 32
+"""Leaves in one LEAVES request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HelloReply:
+    """Presences known to the peer, its own first: how addresses spread without the DHT."""
+
+    presences: Annotated[tuple[Envelope, ...], Size(1, 64)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainRequest:
+    """Records of the ledger from position `first` on."""
+
+    first: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainEntry:
+    """One record of the ledger: an opening's envelope or a commit's canonical bytes."""
+
+    kind: Annotated[str, OneOf(("start", "reset", "commit"))]
+    data: Annotated[bytes, Size(1, 4 * 1024 * 1024)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainReply:
+    """Consecutive records; `length` is how many the peer has in all."""
+
+    entries: Annotated[tuple[ChainEntry, ...], Size(0, 256)]
+    length: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotsReply:
+    """Rounds whose global state the peer can serve, ascending."""
+
+    rounds: Annotated[tuple[Count, ...], Size(0, 1024)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexRequest:
+    """The `SnapshotIndex` of a round."""
+
+    round: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """A leaf of a snapshot by tensor number and leaf number."""
+
+    tensor: Small
+    leaf: Small
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeavesRequest:
+    """Leaves of a round's snapshot; the reply streams their bytes one after the other."""
+
+    round: Count
+    leaves: Annotated[tuple[Leaf, ...], Size(1, LEAVES_MAX)]

@@ -1,0 +1,78 @@
+"""From the trainer's files to a signed header, and back from a commit to the trainer's outcome (SPEC 5.1, 6.4)."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from spes_p2p.crypto.envelope import unseal
+from spes_p2p.peer.shell import Shell
+from spes_p2p.store.blobs import BlobStore
+from spes_p2p.store.chain import Chain
+from spes_p2p.store.rundir import RunDir
+from spes_protocols import control_pb2
+from spes_protocols.codec import decode
+from spes_protocols.messages import Commit, Header, Section
+
+MICRO = 1_000_000
+"""A header's loss is in millionths of a nat."""
+
+
+class Publisher:
+    """Publishes what the trainer has finished, once a round."""
+
+    def __init__(self, run_dir: RunDir, chain: Chain, blobs: BlobStore, shell: Shell) -> None:
+        self._run_dir = run_dir
+        self._chain = chain
+        self._blobs = blobs
+        self._shell = shell
+        self.seconds: dict[str, float] = {}
+
+    async def on_done(self, done: control_pb2.RoundDone) -> None:
+        """Store the blobs, sign the header, tell everybody; a round that is over is dropped."""
+        head = self._chain.head
+        paths = [Path(section.path) for section in done.sections]
+        try:
+            if done.round != head.round or head.place(self._shell.participant.me) is None:
+                return
+            for section, path in zip(done.sections, paths, strict=True):
+                found = await asyncio.to_thread(self._blobs.put, path)
+                assert found == section.digest, f"{path} is not what the trainer wrote"
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
+        self.seconds["train"] = self.seconds.get("train", 0.0) + done.train_seconds
+        self.seconds["encode"] = self.seconds.get("encode", 0.0) + done.encode_seconds
+        if head.id != self._chain.head.id:
+            return
+        header = Header(
+            run_id=head.run_id,
+            epoch=head.epoch,
+            round=head.round,
+            base=head.id,
+            state_root=head.state_root,
+            sections=tuple(
+                Section(name=s.name, codec=s.codec, blob=s.digest, size=s.size) for s in done.sections
+            ),
+            tokens=done.tokens,
+            steps=done.steps,
+            loss=round(done.loss * MICRO),
+        )  # fmt: skip
+        self._shell.say(header)
+
+    def fill_outcome(self, task: control_pb2.TrainRound, epoch: bytes, round_number: int) -> None:
+        """Tell the trainer what became of the contribution of an earlier round."""
+        if (epoch, round_number) == (task.epoch, task.round):
+            return
+        task.has_outcome = True
+        task.outcome_round = round_number
+        task.outcome = control_pb2.MISSED
+        raw, data = self._chain.db.own_header(epoch, round_number), self._chain.db.commit(round_number)
+        if raw is None or data is None:
+            return
+        commit = decode(Commit, data)
+        if commit.body.epoch == epoch and raw in commit.body.value.headers:
+            task.outcome = control_pb2.COUNTED
+            task.counted.extend(section.name for section in unseal(raw, Header).record.sections)
+        elif any(refusal.header == raw for refusal in commit.body.value.refusals):
+            task.outcome = control_pb2.REFUSED

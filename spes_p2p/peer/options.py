@@ -1,0 +1,40 @@
+"""What the person who starts a peer may choose; everything about the run itself is in its manifest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spes_p2p.peer.trainer_link import TrainerOptions
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions:
+    """Options of one peer. `groups` None: as many as the run allows one peer; 0: stand by.
+
+    `role` is what the peer tells others: "volunteer", "archive" (keeps every blob) or "bootstrap" (follows the ledger
+    alone).
+    """
+
+    home: Path
+    peers: tuple[str, ...] = ()
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    relays: tuple[str, ...] = ()
+    role: str = "volunteer"
+    groups: int | None = None
+    trains: bool = True
+    relay: bool = False
+    disk_bytes_max: int = 100 * GIB
+    snapshot_rounds: int = 10
+    rounds_max: int | None = None
+    start_key: Path | None = None
+    worker_threads: int = 1
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)
+
+    @property
+    def computes(self) -> bool:
+        """Whether this peer holds blobs and states."""
+        return self.role != "bootstrap"

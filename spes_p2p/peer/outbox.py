@@ -1,0 +1,76 @@
+"""Sending signed records to everybody without waiting for anybody (SPEC 3.3).
+
+One bounded queue and one sender per peer: a slow or dead peer delays nobody else, and what it misses is dropped, for
+the protocol sends again what matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+
+from spes_p2p.net.transport import Transport
+from spes_protocols.errors import NetworkError, RemoteError
+from spes_protocols.requests import PUSH
+
+QUEUE_MAX = 512
+CALL_SECONDS = 10.0
+IDLE_SECONDS = 60.0
+"""A sender without work for so long ends; the next record starts it again."""
+
+
+class Outbox:
+    """Pushes envelopes to peers; `on_refused` hears of records that a peer refused."""
+
+    def __init__(self, transport: Transport, on_refused: Callable[[str, RemoteError], None]) -> None:
+        self._transport = transport
+        self._on_refused = on_refused
+        self._queues: dict[str, asyncio.Queue[bytes]] = {}
+        self._senders: dict[str, asyncio.Task[None]] = {}
+        self.last_answer: dict[str, float] = {}
+
+    def send(self, peers: Iterable[str], raw: bytes) -> None:
+        """Queue one envelope for each peer; returns at once."""
+        for peer in peers:
+            if peer == self._transport.peer_id:
+                continue
+            queue = self._queues.setdefault(peer, asyncio.Queue(QUEUE_MAX))
+            if queue.full():
+                queue.get_nowait()
+            queue.put_nowait(raw)
+            sender = self._senders.get(peer)
+            if sender is None or sender.done():
+                self._senders[peer] = asyncio.create_task(self._drain(peer, queue), name=f"sender to {peer[-6:]}")
+
+    async def close(self) -> None:
+        """Stop sending; queued records are dropped."""
+        for sender in self._senders.values():
+            sender.cancel()
+        await asyncio.gather(*self._senders.values(), return_exceptions=True)
+
+    async def flush(self, seconds: float) -> None:
+        """Wait until the queues are empty, at most so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                for queue in list(self._queues.values()):
+                    await queue.join()
+
+    async def _drain(self, peer: str, queue: asyncio.Queue[bytes]) -> None:
+        while True:
+            try:
+                raw = await asyncio.wait_for(queue.get(), IDLE_SECONDS)
+            except TimeoutError:
+                return
+            try:
+                await self._transport.call(peer, PUSH, raw, timeout_seconds=CALL_SECONDS)
+                self.last_answer[peer] = time.monotonic()
+            except RemoteError as error:
+                self._on_refused(peer, error)
+            except NetworkError:
+                while not queue.empty():  # it is unreachable: do not wait for each of these in turn
+                    queue.get_nowait()
+                    queue.task_done()
+            finally:
+                queue.task_done()

@@ -1,0 +1,423 @@
+"""One peer of one run: network, ledger, state, trainer and control socket, put together (SPEC 12).
+
+    LibP2P + Directory -- Contacts --+
+    Chain, blobs, states -- Syncer --+-- Shell(Participant) -- TrainerLink -- trainer process
+    Worker process ------------------+-- ControlServer
+
+`run` returns when the peer has left, the run has ended, or `rounds_max` rounds are done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from spes_p2p.core.assignment import member_sequences
+from spes_p2p.core.members import opening_members
+from spes_p2p.crypto.envelope import seal, unseal
+from spes_p2p.crypto.keys import Identity
+from spes_p2p.net.directory import Directory, run_key
+from spes_p2p.net.libp2p import LibP2P
+from spes_p2p.peer import retention, status
+from spes_p2p.peer.contacts import LIFETIME_SECONDS, Contacts
+from spes_p2p.peer.contribution import Publisher
+from spes_p2p.peer.control import ControlServer
+from spes_p2p.peer.options import PeerOptions
+from spes_p2p.peer.outbox import Outbox
+from spes_p2p.peer.service import Service
+from spes_p2p.peer.shell import Shell
+from spes_p2p.peer.sync import Syncer
+from spes_p2p.peer.trainer_link import TrainerLink
+from spes_p2p.peer.worker import Worker
+from spes_p2p.store.chain import Chain, Step
+from spes_p2p.store.rundir import RunDir
+from spes_protocols import control_pb2
+from spes_protocols.errors import NetworkError, RemoteError, SpesError
+from spes_protocols.messages import Claim, Presence, Release, Signed, Start
+
+CLAIM_SECONDS = 5.0
+CATCH_UP_SECONDS = 10.0
+LEAVE_SECONDS_MAX = 600.0
+ERRORS_KEPT = 20
+
+
+class Peer:
+    """A running peer. `say` gets one line for the person at the machine whenever something worth it happens."""
+
+    def __init__(
+        self, options: PeerOptions, identity: Identity, run_dir: RunDir, transport: LibP2P, say: Callable[[str], None]
+    ) -> None:
+        self.options = options
+        self.identity = identity
+        self.run_dir = run_dir
+        self.manifest = run_dir.manifest.record
+        self.transport = transport
+        self.blobs = run_dir.blobs()
+        self.states = run_dir.states()
+        self.db = run_dir.ledger()
+        self.chain = Chain(self.manifest, run_dir.run_id, self.db)
+        self.errors: deque[str] = deque(maxlen=ERRORS_KEPT)
+        self.losses: deque[tuple[int, float]] = deque(maxlen=500)
+        self.progress: tuple[str, float] = ("", -1.0)
+        self.leaving = False
+        self.ready = False
+        self._say = say
+        self._finished = asyncio.Event()
+        self._behind: asyncio.Queue[str] = asyncio.Queue(64)
+        self._claimed_at = -1e9
+        self._tasks: list[asyncio.Task[None]] = []
+        self._rounds_seen = 0
+        self._directory: Directory | None = None
+
+        self.worker = Worker(run_dir, options.worker_threads, self.note)
+        self.contacts = Contacts(
+            transport, identity, run_dir.run_id, describe=self._presence, on_presence=self._on_presence
+        )  # fmt: skip
+        self.outbox = Outbox(transport, self._on_refused)
+        self.syncer = Syncer(
+            self.manifest, transport, self.contacts, self.chain, self.states, self.blobs, self.worker,
+            report=self._report, log=self.note,
+        )  # fmt: skip
+        self.shell = Shell(
+            identity, self.chain, self.syncer, self.worker, self.outbox,
+            everyone=self._everyone, computes=options.computes, on_head=self._on_head, on_behind=self._on_behind,
+            on_help=lambda peer: self._spawn(self.contacts.hello_soon(peer)), on_cut=self._on_cut, log=self.note,
+        )  # fmt: skip
+        self.publisher = Publisher(run_dir, self.chain, self.blobs, self.shell)
+        self.trainer: TrainerLink | None = None
+        if options.trains:
+            self.trainer = TrainerLink(
+                run_dir.path, options.trainer,
+                make_task=self._train_task, on_done=self.publisher.on_done, on_change=self._changed, log=self.note,
+            )  # fmt: skip
+        self.control = ControlServer(run_dir, status=self.status, leave=self.leave, trainer=self.trainer)
+
+    # ---- life --------------------------------------------------------------------------------------------------
+
+    async def run(self, peers: list[str]) -> None:
+        """Serve, catch up with `peers` (peer ids already connected), take part until the end. Always closes."""
+        try:
+            Service(
+                self.transport, self.run_dir.manifest.raw, self.chain, self.states, self.blobs,
+                on_hello=self.contacts.on_hello, on_push=self._on_push,
+            )  # fmt: skip
+            await self.control.start()
+            for peer in peers:
+                with contextlib.suppress(NetworkError, RemoteError):
+                    await self.contacts.hello(peer)
+            await self.contacts.hello_all()
+            await self._join_directory(peers)
+            await self._catch_up(first=True)
+            self._remember_losses()
+            self.ready = True
+            self.shell.restore()
+            self._spawn(self.shell.run_timer())
+            self._spawn(self.contacts.run())
+            self._spawn(self._catch_up_when_behind())
+            self._spawn(self._look_after())
+            if self.trainer is not None:
+                self.trainer.start(self.control.socket)
+            self._check_finished()
+            await self._finished.wait()
+            await self.outbox.flush(5.0)
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """End everything this peer started; the transport is the caller's to close."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.shell.close()
+        if self.trainer is not None:
+            await self.trainer.close()
+        await self.outbox.close()
+        await self.worker.close()
+        await self.control.close()
+        if self._directory is not None:
+            await self._directory.close()
+        self.db.close()
+
+    def leave(self) -> None:
+        """Leave after this round: give the groups back in its commit. At once when there is nothing to give back."""
+        if self.leaving:
+            return
+        self.leaving = True
+        head = self.chain.head
+        if not self.ready or head.member(self.identity.peer_id) is None or head.ended:
+            self._finished.set()
+            return
+        self._say("leaving: this round is finished first, then the groups are given back (Ctrl-C again: at once)")
+        self._release()
+        self._spawn(self._leave_at_last())
+        self._changed()
+
+    async def status(self) -> control_pb2.StatusReply:
+        """What the commands and the terminal view show."""
+        return await status.of(self)
+
+    def note(self, line: str) -> None:
+        """Something went wrong that the person at the machine may want to know; kept as the last error."""
+        self.errors.append(line)
+        self._say(line)
+        self._changed()
+
+    # ---- catching up -------------------------------------------------------------------------------------------
+
+    async def _join_directory(self, peers: list[str]) -> None:
+        """Join the DHT; without it peers still find each other through those they know."""
+        try:
+            self._directory = await Directory.create(self.transport, self.identity, peers)
+            self.contacts.directory = _RunDirectory(self._directory, self.run_dir.run_id)
+        except NetworkError as error:
+            self.note(f"the DHT is not reachable: {error}")
+
+    async def _catch_up(self, first: bool = False) -> None:
+        """Ledger from everybody who may be ahead, then the state; retries as long as nobody can help."""
+        while True:
+            async with self.shell.advancing:
+                before = self.chain.length
+                for peer in self.contacts.fresh():
+                    if first or self._may_be_ahead(peer):
+                        await self._ledger_from(peer)
+                try:
+                    if self.options.computes:
+                        await self.syncer.state()
+                    if self.chain.length != before or first:
+                        await self.shell.moved(None)
+                    self._report("", -1.0)
+                    return
+                except NetworkError as error:
+                    self.note(str(error))
+            await asyncio.sleep(2.0)
+            await self.contacts.hello_all()
+
+    async def _ledger_from(self, peer: str) -> None:
+        try:
+            came = await self.syncer.ledger_from(peer)
+            if came:
+                self._say(
+                    f"read {came} records of the ledger from {peer[-8:]}: now before round {self.chain.head.round}"
+                )
+        except (NetworkError, RemoteError) as error:
+            self.note(f"ledger of {peer}: {error}")
+
+    def _may_be_ahead(self, peer: str) -> bool:
+        presence = self.contacts.presence(peer)
+        if presence is None:
+            return True
+        return presence.round > self.chain.head.round or (
+            presence.round == self.chain.head.round and presence.head != self.chain.head.id
+        )
+
+    async def _catch_up_when_behind(self) -> None:
+        while True:
+            peer = await self._behind.get()
+            while not self._behind.empty():
+                self._behind.get_nowait()
+            await self.contacts.hello_soon(peer)
+            if self._may_be_ahead(peer):
+                # A peer that has just committed is ahead for a moment; our own commit is under way then.
+                await asyncio.sleep(0.5)
+                if self._may_be_ahead(peer):
+                    await self._catch_up()
+
+    def _on_behind(self, peer: str) -> None:
+        with contextlib.suppress(asyncio.QueueFull):
+            self._behind.put_nowait(peer)
+
+    def _on_presence(self, signed: Signed[Presence]) -> None:
+        head = self.chain.head
+        if signed.record.round > head.round or (not head.epoch and signed.record.head not in (b"", head.id)):
+            self._on_behind(signed.signer)
+
+    # ---- taking part -------------------------------------------------------------------------------------------
+
+    async def _on_push(self, sender: str, raw: bytes) -> bytes:
+        self.contacts.heard_from(sender)
+        if not self.ready:
+            raise RemoteError("busy", "this peer is still catching up")
+        return await self.shell.on_push(sender, raw)
+
+    async def _on_head(self, step: Step | None) -> None:
+        """The ledger moved on (the shell holds the lock)."""
+        if step is not None and step.commit is not None:
+            self._rounds_seen += 1
+            loss = status.mean_loss(step)
+            self.losses.append((step.before.round, loss))
+            self._say(status.round_line(step, self.identity.peer_id, loss))
+        if step is not None and step.opening is not None:
+            self._say(f"the run starts: {sum(bool(m.groups) for m in self.chain.head.members)} owners")
+        await asyncio.to_thread(retention.tidy, self.chain, self.states, self.blobs, self.options)
+        if self.ready:
+            self._claimed_at = -1e9
+            self._claim()
+            if self.leaving:
+                self._release()
+            if self.trainer is not None:
+                self.trainer.refresh()
+            self._spawn(self.contacts.hello_all())
+            self._check_finished()
+        self._changed()
+
+    def _check_finished(self) -> None:
+        head = self.chain.head
+        limit = self.options.rounds_max
+        if head.ended:
+            self._say("the organizer has ended the run")
+        gone = self.leaving and head.member(self.identity.peer_id) is None
+        if gone or (head.ended and self.options.trains) or (limit is not None and head.round >= limit):
+            self._finished.set()
+
+    async def _look_after(self) -> None:
+        """Claims are repeated until they stand in the table; a start key opens the run once enough claims are there."""
+        while True:
+            self._claim()
+            self._start_run()
+            await asyncio.sleep(1.0)
+
+    def _claim(self) -> None:
+        head, now = self.chain.head, time.monotonic()
+        wants = self._wanted_groups()
+        member = head.member(self.identity.peer_id)
+        settled = member is not None and member.wants == wants
+        if not self.ready or self.leaving or head.ended or settled or not self.options.trains:
+            return
+        if now - self._claimed_at >= CLAIM_SECONDS and self.identity.peer_id not in head.banned:
+            self._claimed_at = now
+            self.shell.say(
+                Claim(run_id=head.run_id, round=head.round, commit=head.id, state_root=head.state_root, wants=wants)
+            )
+
+    def _wanted_groups(self) -> int:
+        limit = self.manifest.ownership.per_peer_max
+        return limit if self.options.groups is None else min(self.options.groups, limit)
+
+    def _release(self) -> None:
+        head = self.chain.head
+        if head.member(self.identity.peer_id) is not None:
+            self.shell.say(Release(run_id=head.run_id, epoch=head.epoch, round=head.round))
+
+    async def _leave_at_last(self) -> None:
+        await asyncio.sleep(LEAVE_SECONDS_MAX)
+        self._say("no commit took the groups back in time; leaving without it")
+        self._finished.set()
+
+    def _start_run(self) -> None:
+        head = self.chain.head
+        if self.options.start_key is None or any(m.groups for m in head.members) or head.ended:
+            return
+        pooled = self.shell.participant.pooled()
+        claims = [unseal(m.raw, Claim) for m in pooled if isinstance(m.record, Claim) and m.record.wants]
+        if len(claims) < self.manifest.ownership.min_peers:
+            return
+        members = opening_members(self.manifest, claims, head.id, head.round)
+        start = Start(
+            run_id=head.run_id, parent=head.id, round=head.round, state_root=head.state_root, members=members,
+            cursor=head.cursor, step=head.step, claims=tuple(claim.raw for claim in claims),
+        )  # fmt: skip
+        self._spawn(self._open_run(seal(start, Identity.load(self.options.start_key))))
+
+    async def _open_run(self, start: Signed[Start]) -> None:
+        try:
+            await self.shell.on_push(self.identity.peer_id, start.raw)
+        except RemoteError as error:
+            self.note(f"the run could not be started: {error}")
+
+    # ---- the trainer -------------------------------------------------------------------------------------------
+
+    def _train_task(self, ready: control_pb2.Ready | None) -> control_pb2.TrainRound | None:
+        head = self.chain.head
+        place, member = head.place(self.identity.peer_id), head.member(self.identity.peer_id)
+        if not self.ready or place is None or member is None or head.ended or not head.electorate.owners:
+            return None
+        if self.db.own_header(head.epoch, head.round) is not None or self._limit_reached():
+            return None
+        phase = self.manifest.phase(head.step)
+        quota = self.manifest.round_sequences(head.step)
+        task = control_pb2.TrainRound(
+            round=head.round,
+            epoch=head.epoch,
+            state_path=str(self.states.path(head.round)),
+            step=head.step,
+            steps=phase.steps,
+            batch_sequences=phase.batch_sequences,
+            first_sequence=member_sequences(head.cursor, quota, place).start,
+            groups=member.groups,
+            out_dir=str(self.run_dir.out_dir),
+        )
+        if ready is not None and ready.has_pending:
+            self.publisher.fill_outcome(task, ready.pending_epoch, ready.pending_round)
+        return task
+
+    def _limit_reached(self) -> bool:
+        return self.options.rounds_max is not None and self.chain.head.round >= self.options.rounds_max
+
+    def _on_cut(self, round_number: int) -> None:
+        if self.trainer is not None:
+            self.trainer.cut(round_number)
+
+    # ---- odds and ends -----------------------------------------------------------------------------------------
+
+    async def _presence(self) -> Presence:
+        head = self.chain.head
+        return Presence(
+            run_id=head.run_id,
+            addresses=tuple(await self.transport.addresses())[:16],
+            role=self.options.role,
+            round=head.round,
+            head=head.id,
+            state_root=head.state_root,
+            expires=int(time.time()) + LIFETIME_SECONDS,
+        )
+
+    def _everyone(self) -> list[str]:
+        members = [m.peer for m in self.chain.head.members]
+        return list(dict.fromkeys([*members, *self.contacts.fresh()]))
+
+    def _on_refused(self, peer: str, error: RemoteError) -> None:
+        if error.check not in ("busy", "claim", "release"):
+            self.note(f"{peer[-8:]} refused a record of ours: {error.check}: {error.detail}")
+
+    def _remember_losses(self) -> None:
+        for step in self.chain.walk():
+            if step.commit is not None:
+                self.losses.append((step.before.round, status.mean_loss(step)))
+
+    def _report(self, text: str, share: float) -> None:
+        self.progress = (text, share)
+        self._changed()
+
+    def _changed(self) -> None:
+        self.control.changed()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.append(task)
+        task.add_done_callback(self._tasks.remove)
+        task.add_done_callback(self._report_failure)
+
+    def _report_failure(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is None:
+            return
+        error = task.exception()
+        line = str(error) if isinstance(error, SpesError) else f"internal error: {type(error).__name__}: {error}"
+        self.note(line)
+
+
+class _RunDirectory:
+    """The DHT seen from one run: its keys carry the run id."""
+
+    def __init__(self, directory: Directory, run_id: bytes) -> None:
+        self._directory = directory
+        self._run_id = run_id
+
+    async def publish(self, key: str, record_raw: bytes, lifetime_seconds: float) -> None:
+        await self._directory.publish(run_key(self._run_id, key), record_raw, lifetime_seconds)
+
+    async def lookup(self, key: str) -> list[bytes]:
+        return await self._directory.lookup(run_key(self._run_id, key))

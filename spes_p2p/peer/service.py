@@ -1,0 +1,99 @@
+"""What a peer answers to others: manifest, ledger, snapshots, blobs, hellos and pushed records (SPEC 3.3).
+
+Every request is bounded, and nothing is served that the asker could not check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from spes_p2p.core.roots import LEAF_BYTES
+from spes_p2p.net.blobs import serve_blobs
+from spes_p2p.net.transport import Transport
+from spes_p2p.store.blobs import BlobStore
+from spes_p2p.store.chain import Chain
+from spes_p2p.store.states import StateStore
+from spes_protocols.codec import decode, encode
+from spes_protocols.errors import RemoteError, UserError
+from spes_protocols.requests import (
+    CHAIN,
+    CHAIN_BYTES_MAX,
+    HELLO,
+    INDEX,
+    LEAVES,
+    MANIFEST,
+    PUSH,
+    SNAPSHOTS,
+    ChainEntry,
+    ChainReply,
+    ChainRequest,
+    IndexRequest,
+    LeavesRequest,
+    SnapshotsReply,
+)
+
+_STREAM_BYTES = 1024 * 1024
+
+
+class Service:
+    """Registers the handlers of one run on a transport."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        manifest_raw: bytes,
+        chain: Chain,
+        states: StateStore,
+        blobs: BlobStore,
+        *,
+        on_hello: Callable[[str, bytes], Awaitable[bytes]],
+        on_push: Callable[[str, bytes], Awaitable[bytes]],
+    ) -> None:
+        self._manifest_raw = manifest_raw
+        self._chain = chain
+        self._states = states
+        transport.handle(MANIFEST, self._manifest)
+        transport.handle(CHAIN, self._ledger)
+        transport.handle(SNAPSHOTS, self._snapshots)
+        transport.handle(INDEX, self._index)
+        transport.handle_stream(LEAVES, self._leaves)
+        transport.handle(HELLO, on_hello)
+        transport.handle(PUSH, on_push)
+        serve_blobs(transport, blobs.read_range)
+
+    async def _manifest(self, sender: str, request: bytes) -> bytes:
+        return self._manifest_raw
+
+    async def _ledger(self, sender: str, request: bytes) -> bytes:
+        wanted = decode(ChainRequest, request, peer=sender)
+        entries: list[ChainEntry] = []
+        size = 0
+        for kind, data in self._chain.db.chain(wanted.first, 256):
+            size += len(data)
+            if entries and size > CHAIN_BYTES_MAX:
+                break
+            entries.append(ChainEntry(kind=kind, data=data))
+        return encode(ChainReply(entries=tuple(entries), length=self._chain.length))
+
+    def _served_rounds(self) -> list[int]:
+        """States that the ledger confirms; one that was applied and not agreed on is nobody's business."""
+        return [r for r in self._states.rounds() if r <= self._chain.head.round]
+
+    async def _snapshots(self, sender: str, request: bytes) -> bytes:
+        return encode(SnapshotsReply(rounds=tuple(self._served_rounds()[-1024:])))
+
+    async def _index(self, sender: str, request: bytes) -> bytes:
+        wanted = decode(IndexRequest, request, peer=sender)
+        try:
+            return encode(self._states.index(wanted.round))
+        except UserError:
+            raise RemoteError("round", f"there is no snapshot of round {wanted.round} here") from None
+
+    async def _leaves(self, sender: str, request: bytes) -> AsyncIterator[bytes]:
+        wanted = decode(LeavesRequest, request, peer=sender)
+        for leaf in wanted.leaves:
+            data = await asyncio.to_thread(self._states.chunk, wanted.round, leaf.tensor, leaf.leaf)
+            assert len(data) <= LEAF_BYTES
+            for start in range(0, len(data), _STREAM_BYTES):
+                yield data[start : start + _STREAM_BYTES]

@@ -1,0 +1,331 @@
+"""The event-loop shell around `core.rounds.Participant`: it moves bytes and keeps the timer, and decides nothing.
+
+    network --unseal--> Participant --outputs--> sign, store, send | fetch | apply | commit
+                             ^                                               |
+                             +------------- on_said, on_checked, on_applied, on_head
+
+A vote is on disk before it is on the wire (SPEC 5.5). Everything long runs in tasks that end with the round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any
+
+from spes_p2p.core import agreement, rounds
+from spes_p2p.core.agreement import Apply, Resend, Say
+from spes_p2p.core.head import Head
+from spes_p2p.core.rounds import Behind, Committed, Cut, Fetch, Help, Opened, Participant, Refused
+from spes_p2p.crypto.envelope import seal, unseal, unseal_votes, verify_set
+from spes_p2p.crypto.keys import Identity
+from spes_p2p.delta.contributions import contributions
+from spes_p2p.peer.outbox import Outbox
+from spes_p2p.peer.sync import Syncer
+from spes_p2p.peer.worker import Worker
+from spes_p2p.store.chain import Chain, Step, commit_bytes
+from spes_protocols.codec import decode, digest, encode
+from spes_protocols.errors import NetworkError, RemoteError, SpesError, UserError
+from spes_protocols.messages import (
+    Ban,
+    Claim,
+    Commit,
+    End,
+    Header,
+    Precommit,
+    Prevote,
+    Proposal,
+    ProposedSet,
+    Release,
+    Reset,
+    Signed,
+    Start,
+    VerifiedSet,
+)
+
+RETRY_SECONDS = 5.0
+"""Pause before a fetch or apply that failed is tried again."""
+
+PUSHED = (Header, Claim, Release, Ban, End, Proposal, Prevote, Precommit, Start, Reset)
+
+Clock = Callable[[], float]
+
+
+class Shell:
+    """Runs one participant. `computes` is False for a bootstrap that follows the ledger without blobs or states."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        chain: Chain,
+        syncer: Syncer,
+        worker: Worker,
+        outbox: Outbox,
+        *,
+        everyone: Callable[[], Iterable[str]],
+        computes: bool,
+        on_head: Callable[[Step | None], Awaitable[None]],
+        on_behind: Callable[[str], None],
+        on_help: Callable[[str], None],
+        on_cut: Callable[[int], None],
+        log: Callable[[str], None],
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.participant = Participant(chain.manifest, identity.peer_id, chain.head)
+        self.advancing = asyncio.Lock()
+        self._identity = identity
+        self._chain = chain
+        self._syncer = syncer
+        self._worker = worker
+        self._outbox = outbox
+        self._everyone = everyone
+        self._computes = computes
+        self._on_head = on_head
+        self._on_behind = on_behind
+        self._on_help = on_help
+        self._on_cut = on_cut
+        self._log = log
+        self._clock = clock
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._round_tasks: set[asyncio.Task[None]] = set()
+        self._roots: dict[bytes, bytes] = {}
+        self._timer_changed = asyncio.Event()
+        self.phase_seconds: dict[str, float] = {}
+
+    # ---- in: messages and time ---------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Take up what the database says this peer had said in the current round."""
+        head, db = self._chain.head, self._chain.db
+        mine: list[Signed[Any]] = [
+            unseal(raw, Proposal, Prevote, Precommit) for raw in db.own_votes(head.epoch, head.round)
+        ]
+        sets = [verify_set(decode(ProposedSet, data)) for data in db.sets(head.epoch, head.round)]
+        raw = db.own_header(head.epoch, head.round)
+        header = None if raw is None else unseal(raw, Header)
+        self._run(self.participant.restore(mine, sets, header, self._clock()))
+
+    async def on_push(self, sender: str, raw: bytes) -> bytes:
+        """A record pushed by another peer. Raises `RemoteError` at it when a check fails."""
+        message: Signed[Any] = unseal(raw, *PUSHED, peer=sender)
+        if isinstance(message.record, Start | Reset):
+            await self._on_opening(message)
+            return b""
+        refused = self._run(self._take(message))
+        if refused is not None:
+            raise RemoteError(refused.check, refused.detail)
+        return b""
+
+    def say(self, record: Header | Claim | Release) -> Signed[Any]:
+        """Sign an own record, send it to everybody and take it ourselves; a header is stored first, once a round."""
+        signed: Signed[Any] = seal(record, self._identity)
+        if isinstance(record, Header):
+            raw = self._chain.db.put_own_header(record.epoch, record.round, signed.raw)
+            signed = signed if raw == signed.raw else unseal(raw, Header)
+        self._outbox.send(self._everyone(), signed.raw)
+        self._run(self.participant.on_message(signed, self._clock()))
+        return signed
+
+    async def run_timer(self) -> None:
+        """Call `on_tick` when the participant asks for it, for ever."""
+        while True:
+            deadline = self.participant.next_deadline
+            wait = None if deadline is None else max(0.0, deadline - self._clock())
+            try:
+                async with asyncio.timeout(wait):
+                    await self._timer_changed.wait()
+            except TimeoutError:
+                self._run(self.participant.on_tick(self._clock()))
+            self._timer_changed.clear()
+
+    async def moved(self, step: Step | None) -> None:
+        """The chain's head has moved (under `advancing`): the participant begins the next round."""
+        self._end_round()
+        self._run(self.participant.on_head(self._chain.head, self._clock()))
+        await self._on_head(step)
+
+    async def close(self) -> None:
+        """End all tasks."""
+        self._end_round()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _take(self, message: Signed[Any]) -> list[rounds.Output]:
+        opened = None
+        if isinstance(message.record, Proposal):
+            value = verify_set(message.record.value, peer=message.signer)
+            opened = Opened(value, unseal_votes(message.record.polc, Prevote, peer=message.signer))
+        return self.participant.on_message(message, self._clock(), opened=opened)
+
+    async def _on_opening(self, message: Signed[Start] | Signed[Reset]) -> None:
+        async with self.advancing:
+            if digest(message.record) == self._chain.head.epoch:
+                return
+            step = self._chain.check(message.record.KIND, message.raw)
+            self._chain.append(step)
+            await self.moved(step)
+        self._outbox.send(self._everyone(), message.raw)
+
+    # ---- out: effects ------------------------------------------------------------------------------------------
+
+    def _run(self, outputs: list[rounds.Output]) -> Refused | None:
+        """Carry out outputs in order, and those that follow from them; returns the first refusal among the former."""
+        refused = next((output for output in outputs if isinstance(output, Refused)), None)
+        queue = list(outputs)
+        while queue:
+            queue.extend(self._effect(queue.pop(0)))
+        self._timer_changed.set()
+        return refused
+
+    def _effect(self, output: rounds.Output) -> list[rounds.Output]:
+        match output:
+            case Say():
+                return self._say_vote(output.record)
+            case Resend():
+                for message in output.messages:
+                    self._outbox.send(self._everyone(), message.raw)
+            case Fetch():
+                self._start(self._fetch(output.header))
+            case Apply():
+                self._start(self._apply(output.value))
+            case Committed():
+                self._start(self._commit(output), ends_with_round=False)
+            case Cut():
+                self._on_cut(self._chain.head.round)
+            case Behind():
+                self._on_behind(output.peer)
+            case Help():
+                self._on_help(output.peer)
+            case Refused():
+                self._log(f"refused a record of {output.peer}: {output.check}: {output.detail}")
+            case agreement.RootsDiffer():
+                self._log(
+                    f"round {self._chain.head.round}: computed state root {output.mine.hex()[:16]}, most others "
+                    f"{output.theirs.hex()[:16]}; computing it once more"
+                )
+                self._roots.pop(output.value.id, None)
+                self._start(self._apply(output.value))
+            case agreement.Halt() | agreement.Abstain():
+                self._log(output.reason)
+        return []
+
+    def _say_vote(self, record: Proposal | Prevote | Precommit) -> list[rounds.Output]:
+        """Sign, store, then send: after a crash in between, the stored vote is the one that is sent."""
+        place = record.value if isinstance(record, Proposal) else record
+        signed: Signed[Any] = seal(record, self._identity)
+        value_id = digest(record.value) if isinstance(record, Proposal) else record.value
+        known = self.participant.agreement.known_set(value_id) if value_id else None
+        try:
+            if known is not None:
+                self._chain.db.put_set(value_id, encode(known.value))
+            raw = self._chain.db.record_vote(place.epoch, place.round, record.view, record.KIND, signed.raw)
+        except UserError as error:  # the disk is full: no vote without a record of it
+            self._log(str(error))
+            return []
+        if raw != signed.raw:
+            signed = unseal(raw, Proposal, Prevote, Precommit)
+        value: VerifiedSet | None = None
+        if isinstance(signed.record, Proposal):
+            value = verify_set(signed.record.value)
+        self._outbox.send(self._everyone(), signed.raw)
+        return self.participant.on_said(signed, self._clock(), value)
+
+    async def _fetch(self, header: Signed[Header]) -> None:
+        """Get and check a contribution's blobs, as often as it takes while the round is open."""
+        if not self._computes:
+            return
+        sections = [(header.signer, section) for section in header.record.sections]
+        seconds = self.participant.manifest.rounds.blob_seconds
+        while True:
+            try:
+                started = self._clock()
+                await self._syncer.blobs(sections, time.monotonic() + max(seconds, RETRY_SECONDS))
+                self._add_seconds("transfer", started)
+                started = self._clock()
+                verdict = await self._worker.check(header.signer, header.record.sections)
+                self._add_seconds("check", started)
+            except (NetworkError, UserError) as error:
+                self._log(f"blobs of {header.signer}: {error}")
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                self._run(self.participant.on_checked(header.id, verdict, self._clock()))
+                return
+
+    async def _apply(self, value: VerifiedSet) -> None:
+        if not self._computes:
+            return
+        head = self._chain.head
+        while True:
+            try:
+                started = self._clock()
+                root = await self._worker.apply(head.round, head.step, contributions(head, value))
+                self._add_seconds("apply", started)
+            except UserError as error:
+                self._log(str(error))
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                self._roots = {value.id: root}
+                self._run(self.participant.on_applied(value.id, root, self._clock()))
+                return
+
+    async def _commit(self, output: Committed) -> None:
+        """Have the new state on disk, store the commit, go on. Retries until the disk takes it."""
+        commit = Commit(
+            body=output.body, view=output.view, precommits=tuple(vote.raw for vote in output.precommits)
+        )  # fmt: skip
+        while True:
+            try:
+                async with self.advancing:
+                    if self._chain.head.id != output.body.parent:
+                        return  # catching up was faster
+                    step = self._chain.check("commit", commit_bytes(commit))
+                    agrees = not self._computes or await self._have_state(step)
+                    self._chain.append(step)
+                    if not agrees:
+                        await self._syncer.snapshot_at(step.after.round)
+                    await self.moved(step)
+                return
+            except SpesError as error:
+                self._log(f"round {output.body.round} is agreed on, but cannot be stored here yet: {error}")
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _have_state(self, step: Step) -> bool:
+        """S_{r+1} as agreed: ours if it has that root, else applied now. False if another root comes out."""
+        assert step.value is not None
+        if self._roots.get(step.value.id) == step.after.state_root:
+            return True
+        for task in self._round_tasks:
+            task.cancel()
+        head: Head = step.before
+        sections = [(h.signer, s) for h in step.value.headers for s in h.record.sections]
+        await self._syncer.blobs(sections, time.monotonic() + self.participant.manifest.rounds.blob_seconds)
+        root = await self._worker.apply(head.round, head.step, contributions(head, step.value))
+        if root != step.after.state_root:
+            self._log(
+                f"computed state root {root.hex()[:16]} where the swarm agreed on {step.after.state_root.hex()[:16]}: "
+                "this machine's arithmetic or memory may be at fault; fetching the agreed state"
+            )
+        return root == step.after.state_root
+
+    # ---- tasks -------------------------------------------------------------------------------------------------
+
+    def _start(self, work: Coroutine[Any, Any, None], *, ends_with_round: bool = True) -> None:
+        task = asyncio.create_task(work)
+        for group in (self._tasks, self._round_tasks) if ends_with_round else (self._tasks,):
+            group.add(task)
+            task.add_done_callback(group.discard)
+        task.add_done_callback(self._report_failure)
+
+    def _report_failure(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log(f"internal error: {type(error).__name__}: {error}")
+
+    def _end_round(self) -> None:
+        for task in list(self._round_tasks):
+            task.cancel()
+        self._roots = {}
+
+    def _add_seconds(self, phase: str, started: float) -> None:
+        self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + self._clock() - started

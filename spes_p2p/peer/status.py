@@ -1,0 +1,100 @@
+"""The peer as the person at the machine sees it: one `StatusReply`, and one line for each closed round."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spes_p2p.store.chain import Step
+from spes_protocols import control_pb2
+from spes_protocols.errors import NetworkError
+from spes_protocols.messages import VerifiedSet
+
+if TYPE_CHECKING:
+    from spes_p2p.peer.peer import Peer
+
+_MICRO = 1_000_000
+
+
+def mean_loss(step: Step) -> float:
+    """Token-weighted mean training loss of a commit's contributions, nats per token; 0 if there were none."""
+    assert step.value is not None
+    return mean_loss_of(step.value)
+
+
+def mean_loss_of(value: VerifiedSet) -> float:
+    """The same for a set."""
+    tokens = sum(h.record.tokens for h in value.headers)
+    return sum(h.record.loss * h.record.tokens for h in value.headers) / _MICRO / tokens if tokens else 0.0
+
+
+def round_line(step: Step, me: str, loss: float) -> str:
+    """One line about a closed round."""
+    assert step.value is not None
+    value, after = step.value, step.after
+    counted = [h.signer for h in value.headers]
+    tokens = sum(h.record.tokens for h in value.headers)
+    parts = [
+        f"round {step.before.round}: {len(counted)} of {len(step.before.members)} contributions",
+        f"{tokens} tokens",
+        f"loss {loss:.3f}",
+        f"state {after.state_root.hex()[:12]}",
+    ]
+    member = after.member(me)
+    if member is not None:
+        parts.append("groups " + (",".join(map(str, member.groups)) or "none (standby)"))
+    if step.before.member(me) is not None and me not in counted:
+        parts.append("ours was not in it")
+    if value.refused:
+        parts.append("refused: " + ", ".join(f"{h.signer[-6:]} ({check})" for check, h in value.refused))
+    return ", ".join(parts)
+
+
+async def of(peer: Peer) -> control_pb2.StatusReply:
+    """The status of a running peer."""
+    head, trainer = peer.chain.head, peer.trainer
+    me = peer.identity.peer_id
+    reply = control_pb2.StatusReply(
+        run_name=peer.manifest.name,
+        run_id=head.run_id.hex(),
+        organizer=peer.run_dir.manifest.signer,
+        peer_id=me,
+        phase=_phase(peer),
+        round=head.round,
+        state_root=head.state_root.hex(),
+        steps=peer.manifest.phase(head.step).steps,
+        tokens=head.tokens,
+        bytes_up=peer.transport.bytes_up,
+        bytes_down=peer.transport.bytes_down,
+        last_error=peer.errors[-1] if peer.errors else "",
+        trainer="none" if trainer is None else trainer.state,
+        trainer_pid=0 if trainer is None else trainer.pid,
+        groups_total=peer.manifest.ownership.groups,
+        progress_text=peer.progress[0],
+        progress=peer.progress[1],
+    )
+    if trainer is not None and trainer.progress is not None and trainer.progress.round == head.round:
+        reply.step = trainer.progress.step
+        reply.loss = trainer.progress.loss
+        reply.tokens_per_second = trainer.progress.tokens_per_second
+    for m in head.members:
+        reply.members.add(peer=m.peer, groups=m.groups, missed=m.missed, me=m.peer == me)
+    for round_number, loss in peer.losses:
+        reply.losses.add(round=round_number, train=loss)
+    try:
+        for other, path in sorted((await peer.transport.links()).items()):
+            reply.links.add(peer=other, path=path)
+        reply.addresses.extend(await peer.transport.addresses())
+    except NetworkError as error:
+        reply.last_error = str(error)
+    return reply
+
+
+def _phase(peer: Peer) -> str:
+    if peer.leaving:
+        return "leaving"
+    if not peer.ready:
+        return "joining"
+    phase = peer.shell.participant.phase
+    if phase == "training" and peer.trainer is not None and peer.trainer.paused:
+        return "paused"
+    return phase

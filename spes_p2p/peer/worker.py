@@ -1,0 +1,200 @@
+"""The worker process of a peer: checks blobs and applies rounds, away from the event loop (SPEC 6.5, 12).
+
+    peer  --job (4-byte length, msgpack)-->  python -m spes_p2p.peer.worker RUN_DIR  --result-->  peer
+
+Only arrays in files and small records cross. The process ends when its standard input does, so none outlives its peer.
+`Worker` is the peer's side, `main` the process's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+from spes_p2p.core.ladder import Verdict
+from spes_p2p.core.roots import state_root
+from spes_p2p.delta.contributions import Contribution, apply_set, check_blobs
+from spes_p2p.delta.genesis import genesis_tensors
+from spes_p2p.store.rundir import RunDir
+from spes_protocols.codec import Size, decode, encode
+from spes_protocols.errors import SpesError, UserError
+from spes_protocols.messages import Section
+from spes_protocols.types import PEERS_MAX, Count, DigestOrNil, PeerId
+
+JOB_BYTES_MAX = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckJob:
+    """Decode a contribution's blobs."""
+
+    peer: PeerId
+    sections: tuple[Section, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """A `Contribution`, as it crosses to the worker."""
+
+    peer: PeerId
+    tokens: Count
+    standby: bool
+    sections: tuple[Section, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyJob:
+    """Write S_{round + 1} from S_round; `round` -1 writes S_0."""
+
+    round: int
+    step: Count
+    counted: Annotated[tuple[Counted, ...], Size(0, PEERS_MAX)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One of the two."""
+
+    check: CheckJob | None = None
+    apply: ApplyJob | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """A section's squared norm."""
+
+    section: str
+    squared: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What the job gave: a failed check's name or norms, or a state root; or an error for the person at the machine."""
+
+    check: str = ""
+    norms: tuple[Norm, ...] = ()
+    root: DigestOrNil = b""
+    error: str = ""
+
+
+class Worker:
+    """Runs one job at a time in the worker process, which it starts, and starts again once if it dies."""
+
+    def __init__(self, run_dir: RunDir, threads: int, log: Callable[[str], None]) -> None:
+        self._run_dir = run_dir
+        self._threads = threads
+        self._log = log
+        self._process: asyncio.subprocess.Process | None = None
+        self._lock = asyncio.Lock()
+
+    async def check(self, peer: str, sections: tuple[Section, ...]) -> Verdict:
+        """Verdict on a contribution whose blobs are in the store. Raises `UserError` if the worker fails."""
+        result = await self._run(Job(check=CheckJob(peer=peer, sections=sections)))
+        return Verdict(result.check or None, tuple((n.section, n.squared) for n in result.norms))
+
+    async def apply(self, round_number: int, step: int, counted: tuple[Contribution, ...]) -> bytes:
+        """Write S_{round + 1}; returns its root. Raises `UserError` (a full disk, say)."""
+        items = tuple(Counted(peer=c.peer, tokens=c.tokens, standby=c.standby, sections=c.sections) for c in counted)
+        return (await self._run(Job(apply=ApplyJob(round=round_number, step=step, counted=items)))).root
+
+    async def genesis(self) -> bytes:
+        """Write S_0; returns its root."""
+        return (await self._run(Job(apply=ApplyJob(round=-1, step=0, counted=())))).root
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _run(self, job: Job) -> Result:
+        async with self._lock:
+            try:
+                result = await self._exchange(encode(job))
+            except (asyncio.IncompleteReadError, ConnectionError):
+                await self.close()
+                self._log("the apply worker died; starting it again")
+                try:
+                    result = await self._exchange(encode(job))
+                except (asyncio.IncompleteReadError, ConnectionError):
+                    raise UserError("the apply worker died twice in a row; is there enough memory?") from None
+        if result.error:
+            raise UserError(result.error)
+        return result
+
+    async def _exchange(self, job: bytes) -> Result:
+        process = self._process
+        if process is None or process.returncode is not None:
+            command = [sys.executable, "-m", "spes_p2p.peer.worker", str(self._run_dir.path), str(self._threads)]
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True
+            )
+            self._process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(len(job).to_bytes(4, "big") + job)
+            await process.stdin.drain()
+            size = int.from_bytes(await process.stdout.readexactly(4), "big")
+            return decode(Result, await process.stdout.readexactly(size), bytes_max=JOB_BYTES_MAX)
+        except asyncio.CancelledError:
+            process.kill()  # a half-read answer would be taken for the next job's
+            raise
+
+
+def _do(run_dir: RunDir, job: Job, threads: int) -> Result:
+    manifest, blobs = run_dir.manifest.record, run_dir.blobs()
+    if job.check is not None:
+        verdict = check_blobs(manifest, job.check.peer, job.check.sections, blobs.path)
+        norms = tuple(Norm(section=name, squared=squared) for name, squared in verdict.norms)
+        return Result(check=verdict.check or "", norms=norms)
+    assert job.apply is not None
+    states, task = run_dir.states(), job.apply
+    with states.writer(task.round + 1) as writer:
+        if task.round < 0:
+            for name, array in genesis_tensors(manifest.model, manifest.ownership.groups, manifest.seed):
+                writer.add(name, array)
+        else:
+            counted = tuple(
+                Contribution(peer=c.peer, tokens=c.tokens, standby=c.standby, sections=c.sections) for c in task.counted
+            )
+            state = states.read(task.round)
+            apply_set(
+                manifest, task.step, counted, state, blob_path=blobs.path, write=writer.add, threads=threads
+            )  # fmt: skip
+        return Result(root=state_root(writer.commit()))
+
+
+def _read(stream: BinaryIO) -> bytes | None:
+    size = stream.read(4)
+    return stream.read(int.from_bytes(size, "big")) if len(size) == 4 else None
+
+
+def main(arguments: list[str]) -> int:
+    """Answer jobs from standard input until it ends."""
+    run_dir, threads = RunDir.open(Path(arguments[0])), int(arguments[1])
+    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever prints must not print into the answers
+    while (data := _read(source)) is not None:
+        job = decode(Job, data, bytes_max=JOB_BYTES_MAX)
+        try:
+            result = _do(run_dir, job, threads)
+        except (SpesError, OSError, MemoryError) as error:
+            result = Result(
+                error=f"{type(error).__name__}: {error}"[:500] if not isinstance(error, UserError) else str(error)
+            )
+        answer = encode(result)
+        sink.write(len(answer).to_bytes(4, "big") + answer)
+        sink.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+        sys.exit(main(sys.argv[1:]))
