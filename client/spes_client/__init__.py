@@ -1,1 +1,1 @@
-"""The programs of volunteers, organizers and researchers: spes-join, spes, spes-replay. They parse, show and control."""
+"""Programs of volunteers, organizers and researchers: spes-join, spes, spes-replay. They parse, show and control."""
