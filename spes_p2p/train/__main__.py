@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--socket", type=Path, required=True, help="the peer's Unix socket")
     parser.add_argument("--run-dir", type=Path, required=True, help="the run's directory")
     parser.add_argument("--threads", type=_positive, default=1, help="CPU threads (default 1)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     parser.add_argument("--micro-batch", type=_positive, help="sequences at once (default: a step's whole batch)")
     parser.add_argument("--recompute", action="store_true", help="recompute activations: less memory, more time")
     parser.add_argument("--allow-source", action="append", default=[], metavar="PREFIX", help="URLs the data may use")

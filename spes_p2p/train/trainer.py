@@ -105,14 +105,17 @@ class Trainer:
         self._link = link
         self._run = RunDir.open(options.run_dir)
         self._manifest = self._run.manifest.record
-        self._device = torch.device(options.device)
+        wanted = options.device
+        if wanted == "auto":
+            wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(wanted)
         model, groups = self._manifest.model, self._manifest.ownership.groups
         specs = tensor_specs(model, groups)
         self._shapes = {spec.name: spec.shape for spec in specs}
         self._sections = {spec.name: spec.section for spec in specs}
         remove_unfinished(self._run.optim_dir)
         self._state = load_state(self._run.optim_dir, self._shapes, self._device)
-        compute_dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+        compute_dtype = torch.float32 if wanted == "cpu" else torch.bfloat16
         self._model = MoE(model, groups, (), compute_dtype, device=self._device, recompute=options.recompute)
         with _reading_data():
             self._data = TokenData(
@@ -148,10 +151,7 @@ class Trainer:
         pending = self._state.pending
         if pending is None:
             return None
-        asked, before = (
-            (t.epoch, t.round, t.state_path, t.step, t.first_sequence, tuple(t.groups)) for t in (task, pending.task)
-        )
-        if asked != before or not all(_is_intact(section) for section in pending.done.sections):
+        if _question(task) != _question(pending.task) or not all(map(_is_intact, pending.done.sections)):
             return None
         return pending.done
 
@@ -279,6 +279,15 @@ def _reading_data() -> Iterator[None]:
         yield
     except SpesError as error:
         raise DataError(str(error)) from error
+
+
+def _question(task: pb.TrainRound) -> pb.TrainRound:
+    """What a task asks for, without what it tells about the last contribution."""
+    question = pb.TrainRound()
+    question.CopyFrom(task)
+    for name in ("has_outcome", "outcome_round", "outcome", "counted"):
+        question.ClearField(name)
+    return question
 
 
 def _file_digest(path: Path) -> bytes:
