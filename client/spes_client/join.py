@@ -104,7 +104,7 @@ def options_of(args: argparse.Namespace) -> PeerOptions:
         device=args.device,
         micro_batch=int(args.micro_batch or 0),
         allow_sources=tuple(args.allow_source or ()),
-        cache_bytes_max=int(args.cache) * GIB,
+        cache_gib=int(args.cache),
     )
     return PeerOptions(
         home=Path(home(args)),

@@ -19,6 +19,7 @@ CHAIN = "spes/1/chain"
 SNAPSHOTS = "spes/1/snapshots"
 INDEX = "spes/1/index"
 LEAVES = "spes/1/leaves"
+CLAIMS = "spes/1/claims"
 
 CHAIN_BYTES_MAX = 2 * 1024 * 1024
 """A reply to CHAIN ends before it grows beyond this; the first record of it is always whole."""
@@ -32,6 +33,13 @@ class HelloReply:
     """Presences known to the peer, its own first: how addresses spread without the DHT."""
 
     presences: Annotated[tuple[Envelope, ...], Size(1, 64)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimsReply:
+    """Claims the peer has seen that no commit carries yet."""
+
+    claims: Annotated[tuple[Envelope, ...], Size(0, 4096)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,7 @@ async def fetch_manifest(transport: Transport, peers: Sequence[str], wanted: byt
         except (NetworkError, RemoteError) as error:
             problems.append(str(error))
             continue
-        run_id = digest(manifest.record)
+        run_id = run_id_of(manifest)
         if wanted is not None and run_id != wanted:
             raise UserError(
                 f"{peer} is in run {run_id.hex()[:16]}, not in {wanted.hex()[:16]} that you asked for: "
@@ -65,7 +65,7 @@ async def fetch_manifest(transport: Transport, peers: Sequence[str], wanted: byt
 
 def open_pinned(home: Path, manifest: Signed[Manifest]) -> RunDir:
     """Pin the run of this home on first use and make its directory. Raises `UserError` if the home follows another."""
-    pin_run(home, digest(manifest.record))
+    pin_run(home, run_id_of(manifest))
     return RunDir.create(home, manifest.raw)
 
 
@@ -81,7 +81,12 @@ def open_known(home: Path, wanted: bytes | None) -> RunDir | None:
     return RunDir.open(home / "runs" / run_id.hex())
 
 
+def run_id_of(manifest: Signed[Manifest]) -> bytes:
+    """The run id: the digest of the canonical manifest."""
+    return digest(manifest.record)
+
+
 def introduction(manifest: Signed[Manifest]) -> str:
     """What a volunteer is shown before anything is trained: whose run this is."""
     record = manifest.record
-    return f"run {record.name!r}  id {digest(record).hex()[:16]}  organizer {manifest.signer}"
+    return f"run {record.name!r}  id {run_id_of(manifest).hex()[:16]}  organizer {manifest.signer}"

@@ -104,6 +104,7 @@ class Peer:
             Service(
                 self.transport, self.run_dir.manifest.raw, self.chain, self.states, self.blobs,
                 on_hello=self.contacts.on_hello, on_push=self._on_push,
+                claims=lambda: [m.raw for m in self.shell.participant.pooled() if isinstance(m.record, Claim)],
             )  # fmt: skip
             await self.control.start()
             for peer in peers:

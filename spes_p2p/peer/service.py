@@ -6,7 +6,7 @@ Every request is bounded, and nothing is served that the asker could not check.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from spes_p2p.core.roots import LEAF_BYTES
 from spes_p2p.net.blobs import serve_blobs
@@ -19,6 +19,7 @@ from spes_protocols.errors import RemoteError, UserError
 from spes_protocols.requests import (
     CHAIN,
     CHAIN_BYTES_MAX,
+    CLAIMS,
     HELLO,
     INDEX,
     LEAVES,
@@ -28,6 +29,7 @@ from spes_protocols.requests import (
     ChainEntry,
     ChainReply,
     ChainRequest,
+    ClaimsReply,
     IndexRequest,
     LeavesRequest,
     SnapshotsReply,
@@ -49,21 +51,27 @@ class Service:
         *,
         on_hello: Callable[[str, bytes], Awaitable[bytes]],
         on_push: Callable[[str, bytes], Awaitable[bytes]],
+        claims: Callable[[], Sequence[bytes]],
     ) -> None:
         self._manifest_raw = manifest_raw
         self._chain = chain
         self._states = states
+        self._claims = claims
         transport.handle(MANIFEST, self._manifest)
         transport.handle(CHAIN, self._ledger)
         transport.handle(SNAPSHOTS, self._snapshots)
         transport.handle(INDEX, self._index)
         transport.handle_stream(LEAVES, self._leaves)
+        transport.handle(CLAIMS, self._claims_seen)
         transport.handle(HELLO, on_hello)
         transport.handle(PUSH, on_push)
         serve_blobs(transport, blobs.read_range)
 
     async def _manifest(self, sender: str, request: bytes) -> bytes:
         return self._manifest_raw
+
+    async def _claims_seen(self, sender: str, request: bytes) -> bytes:
+        return encode(ClaimsReply(claims=tuple(self._claims())))
 
     async def _ledger(self, sender: str, request: bytes) -> bytes:
         wanted = decode(ChainRequest, request, peer=sender)

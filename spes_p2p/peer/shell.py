@@ -89,7 +89,6 @@ class Shell:
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._round_tasks: set[asyncio.Task[None]] = set()
-        self._roots: dict[bytes, bytes] = {}
         self._timer_changed = asyncio.Event()
         self.phase_seconds: dict[str, float] = {}
 
@@ -205,7 +204,6 @@ class Shell:
                     f"round {self._chain.head.round}: computed state root {output.mine.hex()[:16]}, most others "
                     f"{output.theirs.hex()[:16]}; computing it once more"
                 )
-                self._roots.pop(output.value.id, None)
                 self._start(self._apply(output.value))
             case agreement.Halt() | agreement.Abstain():
                 self._log(output.reason)
@@ -266,7 +264,6 @@ class Shell:
                 self._log(str(error))
                 await asyncio.sleep(RETRY_SECONDS)
             else:
-                self._roots = {value.id: root}
                 self._run(self.participant.on_applied(value.id, root, self._clock()))
                 return
 
@@ -294,10 +291,11 @@ class Shell:
     async def _have_state(self, step: Step) -> bool:
         """S_{r+1} as agreed: ours if it has that root, else applied now. False if another root comes out."""
         assert step.value is not None
-        if self._roots.get(step.value.id) == step.after.state_root:
-            return True
-        for task in self._round_tasks:
+        for task in list(self._round_tasks):
             task.cancel()
+        await self._worker.idle()  # it may be applying this very set, or an earlier one over the same file
+        if self._syncer.has_state(step.after.round, step.after.state_root):
+            return True
         head: Head = step.before
         sections = [(h.signer, s) for h in step.value.headers for s in h.record.sections]
         await self._syncer.blobs(sections, time.monotonic() + self.participant.manifest.rounds.blob_seconds)
@@ -325,7 +323,6 @@ class Shell:
     def _end_round(self) -> None:
         for task in list(self._round_tasks):
             task.cancel()
-        self._roots = {}
 
     def _add_seconds(self, phase: str, started: float) -> None:
         self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + self._clock() - started

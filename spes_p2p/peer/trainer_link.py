@@ -33,7 +33,7 @@ class TrainerOptions:
     device: str = "auto"
     micro_batch: int = 0
     allow_sources: tuple[str, ...] = ()
-    cache_bytes_max: int = 20 * 1024**3
+    cache_gib: int = 20
 
 
 class TrainerLink(control_pb2_grpc.TrainingServicer):
@@ -189,7 +189,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         options = self.options
         command = [sys.executable, "-m", "spes_p2p.train", "--socket", str(socket), "--run-dir", str(self._run_dir)]
         command += ["--threads", str(options.threads), "--device", options.device]
-        command += ["--cache-bytes-max", str(options.cache_bytes_max)]
+        command += ["--cache-gib", str(options.cache_gib)]
         command += ["--micro-batch", str(self._micro_batch)] if self._micro_batch else []
         for prefix in options.allow_sources:
             command += ["--allow-source", prefix]

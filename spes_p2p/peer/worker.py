@@ -92,6 +92,7 @@ class Worker:
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
+        self._job: asyncio.Task[Result] | None = None
 
     async def check(self, peer: str, sections: tuple[Section, ...]) -> Verdict:
         """Verdict on a contribution whose blobs are in the store. Raises `UserError` if the worker fails."""
@@ -108,25 +109,40 @@ class Worker:
         return (await self._run(Job(apply=ApplyJob(round=-1, step=0, counted=())))).root
 
     async def close(self) -> None:
-        """End the process."""
+        """End the process, whatever it is doing."""
+        if self._job is not None:
+            self._job.cancel()
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
 
-    async def _run(self, job: Job) -> Result:
+    async def idle(self) -> None:
+        """Wait until no job is under way: what a cancelled job still writes is written after this."""
         async with self._lock:
-            try:
-                result = await self._exchange(encode(job))
-            except (asyncio.IncompleteReadError, ConnectionError):
-                await self.close()
-                self._log("the apply worker died; starting it again")
-                try:
-                    result = await self._exchange(encode(job))
-                except (asyncio.IncompleteReadError, ConnectionError):
-                    raise UserError("the apply worker died twice in a row; is there enough memory?") from None
+            pass
+
+    async def _run(self, job: Job) -> Result:
+        await self._lock.acquire()
+        # A job that has begun is carried through even if nobody waits for it any more: half an answer would be taken
+        # for the next job's.
+        self._job = asyncio.create_task(self._exchange_twice(encode(job)))
+        self._job.add_done_callback(lambda _: self._lock.release())
+        result = await asyncio.shield(self._job)
         if result.error:
             raise UserError(result.error)
         return result
+
+    async def _exchange_twice(self, job: bytes) -> Result:
+        try:
+            return await self._exchange(job)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._log("the apply worker died; starting it again")
+            assert self._process is not None
+            await self._process.wait()
+        try:
+            return await self._exchange(job)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise UserError("the apply worker died twice in a row; is there enough memory?") from None
 
     async def _exchange(self, job: bytes) -> Result:
         process = self._process
@@ -138,14 +154,10 @@ class Worker:
             self._process = process
         assert process.stdin is not None
         assert process.stdout is not None
-        try:
-            process.stdin.write(len(job).to_bytes(4, "big") + job)
-            await process.stdin.drain()
-            size = int.from_bytes(await process.stdout.readexactly(4), "big")
-            return decode(Result, await process.stdout.readexactly(size), bytes_max=JOB_BYTES_MAX)
-        except asyncio.CancelledError:
-            process.kill()  # a half-read answer would be taken for the next job's
-            raise
+        process.stdin.write(len(job).to_bytes(4, "big") + job)
+        await process.stdin.drain()
+        size = int.from_bytes(await process.stdout.readexactly(4), "big")
+        return decode(Result, await process.stdout.readexactly(size), bytes_max=JOB_BYTES_MAX)
 
 
 def _do(run_dir: RunDir, job: Job, threads: int) -> Result:

@@ -1,0 +1,208 @@
+"""What an organizer says to a run: start, reset, ban, end, each a signed record handed to its peers (SPEC 5.10).
+
+Each function joins for a moment under the organizer's key, without a home directory: it reads the ledger, makes the
+record, pushes it to everybody it can reach, and is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from spes_p2p.core.head import Head
+from spes_p2p.core.ledger import check_claim_place
+from spes_p2p.core.members import in_order, opening_members
+from spes_p2p.crypto.envelope import seal, unseal, unseal_manifest
+from spes_p2p.crypto.keys import Identity
+from spes_p2p.net.libp2p import LibP2P
+from spes_p2p.peer import joining
+from spes_p2p.store.chain import Chain
+from spes_p2p.store.ledger_db import LedgerDB
+from spes_protocols.codec import decode, encode
+from spes_protocols.errors import NetworkError, RemoteError, UserError
+from spes_protocols.manifest import Manifest
+from spes_protocols.messages import Ban, Claim, End, Presence, Reset, Signed, Start
+from spes_protocols.requests import CHAIN, CLAIMS, HELLO, PUSH, ChainReply, ChainRequest, ClaimsReply, HelloReply
+
+CALL_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """A short stay in a run: its ledger, the peers that answer, the claims they have seen."""
+
+    manifest: Manifest
+    identity: Identity
+    chain: Chain
+    transport: LibP2P
+    peers: tuple[str, ...]
+
+    @property
+    def head(self) -> Head:
+        return self.chain.head
+
+    async def push(self, record: Start | Reset | Ban | End) -> str:
+        """Sign a record and hand it to every peer. Raises `UserError` if none takes it."""
+        raw = seal(record, self.identity).raw
+        problems = []
+        taken = 0
+        for peer in self.peers:
+            try:
+                await self.transport.call(peer, PUSH, raw, timeout_seconds=CALL_SECONDS)
+                taken += 1
+            except (NetworkError, RemoteError) as error:
+                problems.append(str(error))
+        if not taken:
+            raise UserError(f"no peer took the record: {'; '.join(problems)}")
+        return f"{taken} of {len(self.peers)} peers took it"
+
+
+async def run_start(raw: bytes, identity: Identity, peers: Sequence[str]) -> str:
+    """Open the run with the claims its peers have seen. Raises `UserError` if they are too few."""
+    async with _visit(raw, identity, peers) as visit:
+        head, wanted = visit.head, visit.manifest.ownership.min_peers
+        if any(m.groups for m in head.members):
+            raise UserError(f"the run is under way (round {head.round}); only `spes run reset` may replace its owners")
+        claims = await _claims(visit)
+        owners = [claim for claim in claims if claim.record.wants]
+        if len(owners) < wanted:
+            raise UserError(f"{len(owners)} peers have claimed groups, the manifest wants {wanted}; try again later")
+        members = opening_members(visit.manifest, claims, head.id, head.round)
+        start = Start(
+            run_id=head.run_id,
+            parent=head.id,
+            round=head.round,
+            state_root=head.state_root,
+            members=members,
+            cursor=head.cursor,
+            step=head.step,
+            claims=tuple(claim.raw for claim in claims),
+        )
+        return f"run started with {sum(bool(m.groups) for m in members)} owners; {await visit.push(start)}"
+
+
+async def run_reset(raw: bytes, identity: Identity, peers: Sequence[str], *, commit: bytes, reason: str) -> str:
+    """Go on from `commit` with the members of its table that answer now. Raises `UserError` if it is not in the ledger."""
+    async with _visit(raw, identity, peers) as visit:
+        before = next((step.after for step in visit.chain.walk() if step.after.id == commit), None)
+        if before is None:
+            raise UserError(f"commit {commit.hex()[:16]} is not in the ledger these peers serve")
+        present = [m for m in before.members if m.peer in visit.peers]
+        if not any(m.groups for m in present):
+            raise UserError("none of that commit's owners answers; start more peers first")
+        members = in_order(replace(m, missed=0) for m in present)
+        reset = Reset(
+            run_id=before.run_id,
+            parent=before.id,
+            round=before.round,
+            state_root=before.state_root,
+            members=members,
+            reason=reason,
+        )
+        return f"run goes on from round {before.round} with {len(members)} members; {await visit.push(reset)}"
+
+
+async def run_ban(raw: bytes, identity: Identity, peers: Sequence[str], *, peer: str, reason: str) -> str:
+    """Ban a peer from the next commit on."""
+    async with _visit(raw, identity, peers) as visit:
+        return f"{peer} is banned with the next commit; {await visit.push(_ban(visit, peer, reason))}"
+
+
+async def run_end(raw: bytes, identity: Identity, peers: Sequence[str], *, reason: str) -> str:
+    """End the run with the next commit."""
+    async with _visit(raw, identity, peers) as visit:
+        return f"the run ends with the next commit; {await visit.push(End(run_id=visit.head.run_id, reason=reason))}"
+
+
+def _ban(visit: _Visit, peer: str, reason: str) -> Ban:
+    if peer in visit.head.banned:
+        raise UserError(f"{peer} is banned already")
+    return Ban(run_id=visit.head.run_id, peer=peer, reason=reason)
+
+
+@contextlib.asynccontextmanager
+async def _visit(raw: bytes, identity: Identity, addresses: Sequence[str]) -> AsyncIterator[_Visit]:
+    manifest = unseal_manifest(raw)
+    run_id = joining.run_id_of(manifest)
+    if identity.peer_id not in (*manifest.record.organizer.keys, *manifest.record.organizer.start_keys):
+        raise UserError(f"the key {identity.peer_id} is none that the manifest of {manifest.record.name!r} names")
+    if joining.expected_run(addresses) not in (None, run_id):
+        raise UserError("the addresses are of another run than the manifest")
+    with tempfile.TemporaryDirectory(prefix="spes-organizer-") as name:
+        # A network identity of its own: the organizer's key may be in use by a bootstrap at the same time.
+        directory = Path(name)
+        visitor = Identity.generate()
+        visitor.save(directory / "identity")
+        transport = await LibP2P.create(
+            identity_path=directory / "identity",
+            peer_id=visitor.peer_id,
+            listen=("/ip4/0.0.0.0/tcp/0",),
+            log_path=directory / "p2pd.log",
+        )
+        try:
+            reached = await joining.connect_any(transport, addresses)
+            with LedgerDB(directory / "ledger.sqlite") as db:
+                chain = Chain(manifest.record, run_id, db)
+                everybody = await _read(chain, transport, visitor, reached)
+                yield _Visit(manifest.record, identity, chain, transport, tuple(everybody))
+        finally:
+            await transport.close()
+
+
+async def _read(chain: Chain, transport: LibP2P, visitor: Identity, reached: Sequence[str]) -> list[str]:
+    """Read the ledger from those reached, and learn from them who else is there."""
+    own = Presence(
+        run_id=chain.run_id,
+        addresses=(),
+        role="volunteer",
+        round=0,
+        head=b"",
+        state_root=b"",
+        expires=int(time.time()) + 60,
+    )
+    known: dict[str, tuple[str, ...]] = {}
+    for peer in reached:
+        reply = decode(
+            HelloReply,
+            await transport.call(peer, HELLO, seal(own, visitor).raw, timeout_seconds=CALL_SECONDS),
+            peer=peer,
+        )
+        for envelope in reply.presences:
+            presence = unseal(envelope, Presence)
+            known[presence.signer] = presence.record.addresses
+        while True:
+            request = encode(ChainRequest(first=chain.length))
+            answer = await transport.call(peer, CHAIN, request, timeout_seconds=CALL_SECONDS)
+            entries = decode(ChainReply, answer, peer=peer).entries
+            for entry in entries:
+                chain.append(chain.check(entry.kind, entry.data))
+            if not entries:
+                break
+    for peer, addresses in known.items():
+        transport.add_address(peer, list(addresses))
+    return list(known)
+
+
+async def _claims(visit: _Visit) -> list[Signed[Claim]]:
+    """The valid claims that any of the peers has seen, one per claimant, in ascending order of peer id."""
+
+    async def ask(peer: str) -> Sequence[Any]:
+        with contextlib.suppress(NetworkError, RemoteError):
+            answer = await visit.transport.call(peer, CLAIMS, b"", timeout_seconds=CALL_SECONDS)
+            return decode(ClaimsReply, answer, peer=peer).claims
+        return ()
+
+    found: dict[str, Signed[Claim]] = {}
+    for envelopes in await asyncio.gather(*(ask(peer) for peer in visit.peers)):
+        for envelope in envelopes:
+            with contextlib.suppress(RemoteError):
+                claim = unseal(envelope, Claim)
+                check_claim_place(visit.manifest, visit.head, claim)
+                found[claim.signer] = claim
+    return [found[peer] for peer in sorted(found)]
