@@ -21,8 +21,11 @@ from spes_protocols.messages import Precommit, Prevote, Proposal, Signed, Verifi
 
 NIL = b""
 
-VIEWS_AHEAD_MAX = 1000
+VIEWS_AHEAD_MAX = 100
 """Votes for views further ahead than this are dropped, so that memory stays bounded."""
+
+PROPOSALS_AHEAD_MAX = 2
+"""The same for proposals, which are large; they are sent again once this peer is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +126,15 @@ class _View:
     """What was heard in one view; the first vote of a signer counts, a second is ignored."""
 
     proposal: Signed[Proposal] | None = None
+    proposed_id: bytes = NIL
     prevotes: dict[str, Signed[Prevote]] = field(default_factory=dict)
     precommits: dict[str, Signed[Precommit]] = field(default_factory=dict)
+    prevoted: dict[bytes, int] = field(default_factory=lambda: defaultdict(int))
+    precommitted: dict[tuple[bytes, bytes], int] = field(default_factory=lambda: defaultdict(int))
     timers: dict[Step, float] = field(default_factory=dict)
     timed: set[Step] = field(default_factory=set)
     extended: bool = False
-    roots_split: bool = False
+    roots_differ: bool = False
 
 
 class Agreement:
@@ -154,7 +160,9 @@ class Agreement:
         self._sets: dict[bytes, VerifiedSet] = {}
         self._checked: dict[bytes, bool | None] = {}
         self._roots: dict[bytes, bytes | None] = {}
+        self._polkas: set[tuple[int, bytes]] = set()
         self._recomputed = False
+        self._split_views: set[int] = set()
         self._said: dict[tuple[int, str], Signed[Proposal] | Vote] = {}
         self._resend_at: float | None = None
 
@@ -166,16 +174,15 @@ class Agreement:
         for message in mine:
             record = message.record
             self._said[(record.view, record.KIND)] = message
-            view = self._views[record.view]
             step = Step.PREVOTE
             if isinstance(record, Proposal):
                 step = Step.PROPOSE
-                if digest(record.value) in self._sets:
-                    view.proposal = message  # type: ignore[assignment]
-            elif isinstance(record, Prevote):
-                view.prevotes[self.me] = message  # type: ignore[assignment]
+                value_id = digest(record.value)
+                if value_id in self._sets:
+                    self._note_proposal(message, value_id)  # type: ignore[arg-type]
             else:
-                view.precommits[self.me] = message  # type: ignore[assignment]
+                self._count(message)  # type: ignore[arg-type]
+            if isinstance(record, Precommit):
                 step = Step.PRECOMMIT
                 if record.value and record.view > self.locked_view:
                     self.locked_view, self.locked_id = record.view, record.value
@@ -187,11 +194,9 @@ class Agreement:
         """Begin to take part: view 0, or the view in which a restart left off."""
         if self.view < 0:
             return self._enter(0, now) + self._progress(now)
-        view = self._views[self.view]
         if self.step == Step.PROPOSE:
             return self._enter(self.view, now) + self._progress(now)
-        view.timers[self.step] = now + self.timeouts.of(self.timeouts.vote_seconds, self.view)
-        view.timed.add(self.step)
+        # No timer here: only a quorum's votes may move this peer on, or it would run ahead of those who need its vote.
         self._arm_resend(now)
         return self._progress(now)
 
@@ -200,28 +205,25 @@ class Agreement:
     ) -> list[Output]:
         """A proposal whose set was opened; `polc` are the prevotes it carries as proof."""
         record = signed.record
-        if not self._in_reach(record.view) or signed.signer != self.electorate.leader(record.view):
+        if not self._in_reach(record.view, PROPOSALS_AHEAD_MAX) or not self.electorate.owners:
             return []
-        for vote in polc:
-            self._count(vote)
-        view = self._views[record.view]
-        if view.proposal is None:
-            view.proposal = signed
-            self._sets.setdefault(value.id, value)
-        return self._progress(now)
+        if signed.signer != self.electorate.leader(record.view):
+            return []
+        known = self._views[record.view].proposal
+        if known is not None and known.raw == signed.raw:
+            return []  # sent again; its digest is not worth computing twice
+        value_id = value.id
+        if known is None:
+            self._sets.setdefault(value_id, value)
+            self._note_proposal(signed, value_id)
+        return self._take_proof(record, value_id, polc) + self._progress(now)
 
     def on_vote(self, signed: Vote, now: float, *, stored: bool = False) -> list[Output]:
         """A vote from the network, or (`stored`) an own one that is on disk."""
         record = signed.record
         if signed.signer == self.me and not stored:
-            known = self._said.get((record.view, record.KIND))
-            if (known is None or known.record != record) and not self.abstains:
-                self.abstains = True
-                return [
-                    Abstain(f"round {self.place[2]}, view {record.view}: a {record.KIND} that is not in our database")
-                ]
-            return []
-        if not self._in_reach(record.view):
+            return self._compare_own(signed)
+        if not self._in_reach(record.view, VIEWS_AHEAD_MAX):
             return []
         self._count(signed)
         return self._progress(now)
@@ -278,23 +280,62 @@ class Agreement:
         return self._sets.get(value_id)
 
     @property
+    def is_called(self) -> bool:
+        """More than a third of the votes take part already: time to start, whatever this peer waits for."""
+        heard = {peer for view in self._views.values() for peer in (*view.prevotes, *view.precommits)}
+        return self.electorate.is_blocking(self.electorate.weight(heard))
+
+    @property
     def _is_idle(self) -> bool:
         return self.decided or self.halted or self.view < 0
 
     # ---- rules -------------------------------------------------------------------------------------------------
 
-    def _in_reach(self, view: int) -> bool:
-        return not self.decided and view <= max(self.view, 0) + VIEWS_AHEAD_MAX
+    def _in_reach(self, view: int, ahead_max: int) -> bool:
+        return not self.decided and view <= max(self.view, 0) + ahead_max
+
+    def _note_proposal(self, signed: Signed[Proposal], value_id: bytes) -> None:
+        view = self._views[signed.record.view]
+        view.proposal, view.proposed_id = signed, value_id
 
     def _count(self, signed: Vote) -> None:
         record = signed.record
         if (record.run_id, record.epoch, record.round) != self.place or signed.signer not in self.electorate.weights:
             return
-        view = self._views[record.view]
-        if isinstance(record, Prevote):
-            view.prevotes.setdefault(signed.signer, signed)  # type: ignore[arg-type]
-        else:
-            view.precommits.setdefault(signed.signer, signed)  # type: ignore[arg-type]
+        view, weight = self._views[record.view], self.electorate.weights[signed.signer]
+        if isinstance(record, Prevote) and signed.signer not in view.prevotes:
+            view.prevotes[signed.signer] = signed  # type: ignore[assignment]
+            view.prevoted[record.value] += weight
+        elif isinstance(record, Precommit) and signed.signer not in view.precommits:
+            view.precommits[signed.signer] = signed  # type: ignore[assignment]
+            view.precommitted[(record.value, record.state_root)] += weight
+
+    def _take_proof(self, proposal: Proposal, value_id: bytes, polc: tuple[Signed[Prevote], ...]) -> list[Output]:
+        """Prevotes that prove an earlier quorum. They prove it even to a peer that a liar had sent another vote."""
+        number = proposal.valid_view
+        if not 0 <= number < proposal.view:
+            return []
+        outputs: list[Output] = []
+        run_id, epoch, round_number = self.place
+        named = Prevote(run_id=run_id, epoch=epoch, round=round_number, view=number, value=value_id)
+        votes = [vote for vote in polc if vote.record == named]
+        for vote in votes:
+            if vote.signer == self.me:
+                outputs += self._compare_own(vote)
+            else:
+                self._count(vote)
+        if self.electorate.is_quorum(self.electorate.weight(vote.signer for vote in votes)):
+            self._polkas.add((number, value_id))
+        return outputs
+
+    def _compare_own(self, signed: Vote) -> list[Output]:
+        """An own vote that comes from outside is one we remember, or we have lost our memory (SPEC 5.6)."""
+        record = signed.record
+        known = self._said.get((record.view, record.KIND))
+        if self.abstains or (known is not None and known.record == record):
+            return []
+        self.abstains = True
+        return [Abstain(f"round {self.place[2]}, view {record.view}: a {record.KIND} that is not in our database")]
 
     def _enter(self, number: int, now: float) -> list[Output]:
         """Rule 11: begin a view; its leader proposes what it knows to be valid, else builds a set."""
@@ -336,51 +377,57 @@ class Agreement:
     def _decide(self) -> list[Output]:
         """Rule 49: a quorum of precommits of one view for one set and one root."""
         for number, view in self._views.items():
-            tally: dict[tuple[bytes, bytes], int] = defaultdict(int)
-            for peer, vote in view.precommits.items():
-                if vote.record.value:
-                    tally[(vote.record.value, vote.record.state_root)] += self.electorate.weight([peer])
-            for (value_id, root), weight in tally.items():
-                if self.electorate.is_quorum(weight) and value_id in self._sets:
+            for chosen, weight in view.precommitted.items():
+                value_id, root = chosen
+                if value_id in self._sets and self.electorate.is_quorum(weight):
                     self.decided = True
-                    chosen = (value_id, root)
                     votes = tuple(
                         vote
                         for _, vote in sorted(view.precommits.items())
                         if (vote.record.value, vote.record.state_root) == chosen
                     )
                     return [Decided(self._sets[value_id], root, number, votes)]
-            if number == self.view and not view.roots_split:
-                outputs = self._split_roots(view, tally)
+            if len(view.precommitted) > 1 and not self.halted:
+                outputs = self._compare_roots(number, view)
                 if outputs:
                     return outputs
         return []
 
-    def _split_roots(self, view: _View, tally: Mapping[tuple[bytes, bytes], int]) -> list[Output]:
-        """Precommits for one set with different roots: recompute once, halt when no root can win (SPEC 5.6)."""
-        for value_id in {value_id for value_id, _ in tally}:
-            roots = {root: weight for (value, root), weight in tally.items() if value == value_id}
+    def _compare_roots(self, number: int, view: _View) -> list[Output]:
+        """Precommits for one set with different roots (SPEC 5.6).
+
+        A peer whose root is not the plurality's recomputes once, and abstains if a later view shows the same again.
+        When no root can win in a second view, after everybody had a chance to recompute, the round halts.
+        """
+        for value_id in {value_id for value_id, _ in view.precommitted if value_id}:
+            roots = {root: weight for (value, root), weight in view.precommitted.items() if value == value_id}
             top = max(roots, key=lambda root: (roots[root], root))
-            others = sum(roots.values()) - roots[top]
-            mine = self._roots.get(value_id)
-            if mine and mine != top and self.electorate.is_blocking(roots[top]) and value_id in self._sets:
-                view.roots_split = True
-                if not self._recomputed:
-                    self._recomputed = True
-                    self._roots[value_id] = None
-                    return [RootsDiffer(self._sets[value_id], mine, top)]
-                self.abstains = True
-                return [Abstain("the state root differs from the others' even after recomputing")]
-            if 3 * others >= self.electorate.total and self._recomputed:
+            if 3 * (sum(roots.values()) - roots[top]) >= self.electorate.total:
+                self._split_views.add(number)
+            if len(self._split_views) > 1:
                 self.halted = True
                 return [Halt(f"round {self.place[2]}: no state root can reach a quorum ({len(roots)} roots)")]
+            mine, value = self._roots.get(value_id), self._sets.get(value_id)
+            differs = mine is not None and mine != top and value is not None and not self.abstains
+            if not differs or view.roots_differ or not self.electorate.is_blocking(roots[top]):
+                continue
+            assert mine is not None
+            assert value is not None
+            view.roots_differ = True
+            if self._recomputed:
+                self.abstains = True
+                return [Abstain("the state root differs from the others' even after recomputing")]
+            self._recomputed = True
+            self._roots[value_id] = None
+            return [RootsDiffer(value, mine, top)]
         return []
 
     def _skip_ahead(self, now: float) -> list[Output]:
-        """Rule 55: more than a third speaks in a later view, so at least one honest peer is there."""
+        """Rule 55: more than a third speaks in later views, so at least one honest peer has got there."""
+        ahead: set[str] = set()
         for number in sorted((n for n in self._views if n > self.view), reverse=True):
-            view = self._views[number]
-            if self.electorate.is_blocking(self.electorate.weight([*view.prevotes, *view.precommits])):
+            ahead.update(self._views[number].prevotes, self._views[number].precommits)
+            if self.electorate.is_blocking(self.electorate.weight(ahead)):
                 return self._enter(number, now)
         return []
 
@@ -388,12 +435,12 @@ class Agreement:
         view = self._views[self.view]
         if view.proposal is None:
             return []
-        value = self._sets[self._proposed_id(view)]
+        value_id = view.proposed_id
         outputs: list[Output] = []
-        if value.id not in self._checked:
-            self._checked[value.id] = None
-            outputs.append(Check(value))
-        if self._checked[value.id] is None and self.step == Step.PROPOSE and not view.extended:
+        if value_id not in self._checked:
+            self._checked[value_id] = None
+            outputs.append(Check(self._sets[value_id]))
+        if self._checked[value_id] is None and self.step == Step.PROPOSE and not view.extended:
             # Fetching a proposal's blobs takes longer than waiting for a proposal; bounded, once a view.
             view.extended = True
             wait = self.timeouts.propose_seconds + self.timeouts.check_seconds
@@ -405,7 +452,7 @@ class Agreement:
         view = self._views[self.view]
         if self.step != Step.PROPOSE or view.proposal is None:
             return []
-        value_id = self._proposed_id(view)
+        value_id = view.proposed_id
         valid = self._checked.get(value_id)
         if valid is None:
             return []
@@ -422,7 +469,7 @@ class Agreement:
         """Rules 36 and 44: a quorum of prevotes; apply the set first, for the vote carries the root."""
         view = self._views[self.view]
         if view.proposal is not None and self.step >= Step.PREVOTE:
-            value_id = self._proposed_id(view)
+            value_id = view.proposed_id
             if self._checked.get(value_id) and self._has_polka(self.view, value_id):
                 self.valid_view, self.valid_id = self.view, value_id
                 if self.step == Step.PREVOTE:
@@ -461,14 +508,10 @@ class Agreement:
             return self._enter(self.view + 1, now)
         return []
 
-    def _proposed_id(self, view: _View) -> bytes:
-        assert view.proposal is not None
-        return digest(view.proposal.record.value)
-
     def _has_polka(self, number: int, value_id: bytes) -> bool:
-        votes = self._views[number].prevotes
-        return self.electorate.is_quorum(
-            self.electorate.weight(peer for peer, vote in votes.items() if vote.record.value == value_id)
+        """Whether a quorum of one view's prevotes is for this set, as counted here or proved by a proposal."""
+        return (number, value_id) in self._polkas or self.electorate.is_quorum(
+            self._views[number].prevoted.get(value_id, 0)
         )
 
     def _say_prevote(self, value_id: bytes) -> list[Output]:
@@ -491,10 +534,17 @@ class Agreement:
         self._resend_at = now + self.timeouts.vote_seconds
 
     def _resend(self) -> list[Output]:
-        """Messages may be lost: repeat the view's proposal and own votes, and own votes of the lock's view."""
-        view = self._views[self.view]
-        messages: list[Signed[Proposal] | Vote] = [view.proposal] if view.proposal else []
-        numbers = {self.view, self.locked_view, self.valid_view} - {-1}
-        for number in sorted(numbers):
-            messages += [m for (n, kind), m in sorted(self._said.items()) if n == number and kind != Proposal.KIND]
+        """Messages may be lost: repeat the view's proposal, and own votes of every view that others may still need.
+
+        Those are the view before (who lacks our precommit there cannot leave it), the lock's, and the one whose quorum
+        the proposal speaks of.
+        """
+        proposal = self._views[self.view].proposal
+        messages: list[Signed[Proposal] | Vote] = [proposal] if proposal else []
+        numbers = {self.view, self.view - 1, self.locked_view, self.valid_view}
+        if proposal:
+            numbers.add(proposal.record.valid_view)
+        for (number, kind), message in sorted(self._said.items()):
+            if number in numbers and kind != Proposal.KIND:
+                messages.append(message)
         return [Resend(tuple(messages))] if messages else []
