@@ -6,6 +6,7 @@ of another. Nothing here checks a signature: `spes_p2p.crypto.envelope` turns by
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Generic, TypeVar
 
@@ -71,7 +72,7 @@ class Signed(Generic[R]):
     signer: str
     raw: bytes
 
-    @property
+    @functools.cached_property
     def id(self) -> bytes:
         """SHA-256 of the envelope."""
         return sha256(self.raw)
@@ -186,7 +187,7 @@ class VerifiedSet:
     releases: tuple[Signed[Release], ...]
     orders: tuple[Signed[Ban] | Signed[End], ...]
 
-    @property
+    @functools.cached_property
     def id(self) -> bytes:
         """What is voted on: the digest of the proposed set."""
         return digest(self.value)
@@ -261,7 +262,7 @@ class Commit:
     view: Small
     precommits: Annotated[tuple[Envelope, ...], Size(1, PEERS_MAX)]
 
-    @property
+    @functools.cached_property
     def id(self) -> bytes:
         """What the next commit names as its parent: the digest of the body."""
         return digest(self.body)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spes_p2p.core.members import Electorate
+from spes_p2p.core.members import Electorate, by_shared_lot
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Member
 
@@ -34,12 +36,23 @@ class Head:
     recent: tuple[tuple[int, bytes, bytes], ...] = ()
     released: tuple[tuple[str, int], ...] = ()
 
-    @property
+    @functools.cached_property
     def electorate(self) -> Electorate:
+        """Who votes in this round, with how many votes."""
         return Electorate.of(self.members, self.id)
 
+    @functools.cached_property
+    def shared_ranks(self) -> Mapping[str, int]:
+        """Each member's rank in the lot for the shared section; the manifest's quota says how many count."""
+        return {peer: rank for rank, peer in enumerate(by_shared_lot(self.members, self.id))}
+
+    @functools.cached_property
+    def _by_peer(self) -> Mapping[str, Member]:
+        return {member.peer: member for member in self.members}
+
     def member(self, peer: str) -> Member | None:
-        return next((m for m in self.members if m.peer == peer), None)
+        """A member's row, None for anyone else."""
+        return self._by_peer.get(peer)
 
     def place(self, peer: str) -> int | None:
         """Position in the member table, which decides a member's data."""

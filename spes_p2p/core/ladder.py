@@ -6,20 +6,19 @@ prevote never rests on a local opinion.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spes_p2p.core.head import Head
-from spes_p2p.core.members import drawn_for_shared
 from spes_p2p.core.tensors import section_specs
 from spes_protocols.errors import RemoteError
-from spes_protocols.manifest import Manifest
+from spes_protocols.manifest import Manifest, Model
 from spes_protocols.messages import SHARED, Header, Signed, group_section
 
-HEADER_CHECKS = ("base", "sections", "size")
-"""Checks that a header of this round can fail by itself; anything else about it shows only in its blobs or the set."""
-
 BLOB_CHECKS = ("decode", "blob_digest", "shapes", "dtypes", "finite", "norm")
+"""Checks that show only in a header's blobs, or for `norm` in the set; all others a header can fail by itself."""
 
 _BLOB_OVERHEAD_BYTES = 1 << 20
 """Room for a blob's own header; the codec checks the exact size."""
@@ -35,11 +34,11 @@ class Verdict:
 
 def expected_sections(manifest: Manifest, head: Head, peer: str) -> tuple[str, ...]:
     """The sections a member sends in the round after `head`, in order; none if it is no member (SPEC 5.1)."""
-    member = next((m for m in head.members if m.peer == peer), None)
+    member = head.member(peer)
     if member is None:
         return ()
     groups = tuple(group_section(g) for g in member.groups)
-    return (SHARED, *groups) if peer in drawn_for_shared(manifest, head.members, head.id) else groups
+    return (SHARED, *groups) if head.shared_ranks[peer] < manifest.rounds.shared_quota else groups
 
 
 def check_header(manifest: Manifest, head: Head, header: Signed[Header]) -> None:
@@ -62,8 +61,7 @@ def check_header(manifest: Manifest, head: Head, header: Signed[Header]) -> None
         codec = manifest.codecs.shared if section.name == SHARED else manifest.codecs.group
         if section.codec != codec:
             raise RemoteError("sections", f"{section.name} is coded as {section.codec}, the run uses {codec}", peer)
-        specs = section_specs(manifest.model, manifest.ownership.groups, section.name)
-        limit = 4 * sum(spec.size for spec in specs) + _BLOB_OVERHEAD_BYTES
+        limit = _section_bytes_max(manifest.model, manifest.ownership.groups, section.name)
         if section.size > limit:
             raise RemoteError("size", f"{section.name} has {section.size} bytes, at most {limit} are allowed", peer)
     phase = manifest.phase(head.step)
@@ -92,22 +90,32 @@ def check_refusal(manifest: Manifest, head: Head, check: str, header: Signed[Hea
         )
 
 
-def norm_offenders(norms: Mapping[str, Mapping[str, float]], limit: float) -> frozenset[str]:
+@functools.lru_cache(maxsize=4096)
+def _section_bytes_max(model: Model, groups: int, section: str) -> int:
+    return 4 * sum(spec.size for spec in section_specs(model, groups, section)) + _BLOB_OVERHEAD_BYTES
+
+
+def norm_offenders(norms: Mapping[str, Mapping[str, float]], votes: Mapping[str, int], limit: float) -> frozenset[str]:
     """Peers with a section whose norm exceeds `limit` times the median of its kind over the set (SPEC 7.4).
 
-    `norms[peer][section]` are squared norms. Group sections are compared with one another, shared with shared. The
-    median is the lower one, so that with two contributions the smaller sets the scale.
+    `norms[peer][section]` are squared norms. Group sections are compared with one another, shared with shared. In the
+    median a shared section stands once for each of its sender's `votes`, so standbys, who are anyone, do not move it.
+    The lower median is taken: with two contributions the smaller one sets the scale. Without a median no one offends.
     """
-    kinds: dict[bool, list[float]] = {True: [], False: []}
-    for sections in norms.values():
-        for name, squared in sections.items():
-            kinds[name == SHARED].append(squared)
-    medians = {shared: sorted(values)[(len(values) - 1) // 2] for shared, values in kinds.items() if values}
-    factor = limit * limit
+    scales: dict[bool, float] = {}
+    for shared in (True, False):
+        counted = sorted(
+            squared
+            for peer, sections in norms.items()
+            for name, squared in sections.items()
+            if (name == SHARED) == shared
+            for _ in range(votes.get(peer, 0) if shared else 1)
+        )
+        scales[shared] = limit * limit * counted[(len(counted) - 1) // 2] if counted else math.inf
     return frozenset(
         peer
         for peer, sections in norms.items()
-        if any(squared > factor * medians[name == SHARED] for name, squared in sections.items())
+        if any(squared > scales[name == SHARED] for name, squared in sections.items())
     )
 
 

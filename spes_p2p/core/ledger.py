@@ -31,6 +31,10 @@ from spes_protocols.messages import (
     Start,
     VerifiedSet,
 )
+from spes_protocols.types import PEERS_MAX
+
+CLAIMS_MAX = 256
+"""Claims in one set (SPEC 4.2): a flood of identities may not crowd out everything else in a record."""
 
 
 def opened(manifest: Manifest, head: Head, opening: Signed[Start] | Signed[Reset]) -> Head:
@@ -48,6 +52,8 @@ def opened(manifest: Manifest, head: Head, opening: Signed[Start] | Signed[Reset
     if named != (head.run_id, head.id, head.round, head.state_root):
         raise RemoteError("opening", f"does not follow round {head.round} of this ledger", opening.signer)
     if isinstance(record, Start):
+        if head.ended:
+            raise RemoteError("opening", "the run has ended; only a reset may go on", opening.signer)
         if any(m.groups for m in head.members):
             raise RemoteError("opening", "the run has owners; only a reset may replace them", opening.signer)
         if (record.cursor, record.step) != (head.cursor, head.step):
@@ -75,7 +81,8 @@ def check_release(head: Head, release: Signed[Release]) -> None:
     record = release.record
     if (record.run_id, record.epoch) != (head.run_id, head.epoch) or record.round > head.round:
         raise RemoteError("release", "the release is for another run or epoch", release.signer)
-    if head.member(release.signer) is None or record.round + RECENT_ROUNDS < head.round:
+    member = head.member(release.signer)
+    if member is None or record.round + RECENT_ROUNDS < head.round or record.round < member.admitted:
         raise RemoteError("release", "the signer is no member, or the release is old", release.signer)
 
 
@@ -174,6 +181,9 @@ def check_set_place(manifest: Manifest, head: Head, value: VerifiedSet) -> None:
         check_refusal(manifest, head, check, header)
     if not head.electorate.is_quorum(head.electorate.weight(headed)):
         raise RemoteError("sections", "contributions cover no more than two thirds of the owned groups")
+    newcomers = sum(head.member(claim.signer) is None for claim in value.claims)
+    if len(value.claims) > CLAIMS_MAX or len(head.members) + newcomers > PEERS_MAX:
+        raise RemoteError("claim", f"more than {CLAIMS_MAX} claims, or more than {PEERS_MAX} members")
     for claim in value.claims:
         check_claim_place(manifest, head, claim)
     for release in value.releases:

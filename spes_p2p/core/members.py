@@ -21,16 +21,14 @@ class Electorate:
 
     weights: dict[str, int]
     owners: tuple[str, ...]
+    total: int
     parent: bytes
 
     @classmethod
     def of(cls, members: Sequence[Member], parent: bytes) -> Electorate:
-        owners = tuple(m.peer for m in members if m.groups)
-        return cls({m.peer: len(m.groups) for m in members if m.groups}, owners, parent)
-
-    @property
-    def total(self) -> int:
-        return sum(self.weights.values())
+        """The votes of the round that follows the record `parent`."""
+        weights = {m.peer: len(m.groups) for m in members if m.groups}
+        return cls(weights, tuple(weights), sum(weights.values()), parent)
 
     def weight(self, peers: Iterable[str]) -> int:
         """Votes of a set of peers; peers without groups weigh nothing."""
@@ -45,7 +43,10 @@ class Electorate:
         return 3 * weight > self.total
 
     def leader(self, view: int) -> str:
-        """Who proposes in a view: owners in turn, from a place that the parent's digest draws (SPEC 5.2)."""
+        """Who proposes in a view: owners in turn, from a place that the parent's digest draws (SPEC 5.2).
+
+        There must be an owner.
+        """
         first = int.from_bytes(sha256(b"leader" + self.parent)[:8], "big")
         return self.owners[(first + view) % len(self.owners)]
 
@@ -55,13 +56,9 @@ def draw(parent: bytes, peer: str, group: int) -> bytes:
     return sha256(pack([parent, peer, group]))
 
 
-def drawn_for_shared(manifest: Manifest, members: Sequence[Member], named: bytes) -> frozenset[str]:
-    """The members whose shared section counts: all, or `shared_quota` by lot on the named commit (SPEC 6.5)."""
-    quota = manifest.rounds.shared_quota
-    if len(members) <= quota:
-        return frozenset(m.peer for m in members)
-    by_lot = sorted(members, key=lambda m: sha256(b"shared" + named + m.peer.encode()))
-    return frozenset(m.peer for m in by_lot[:quota])
+def by_shared_lot(members: Sequence[Member], named: bytes) -> list[str]:
+    """All members by lot on the named commit; the shared sections of the first `shared_quota` count (SPEC 6.5)."""
+    return sorted((m.peer for m in members), key=lambda peer: sha256(b"shared" + named + peer.encode()))
 
 
 def check_claim(manifest: Manifest, claim: Signed[Claim], banned: Collection[str]) -> None:
@@ -89,6 +86,8 @@ def check_table(manifest: Manifest, members: Sequence[Member]) -> None:
         raise RemoteError("members", "a group has two owners or does not exist")
     if any(len(m.groups) > manifest.ownership.per_peer_max for m in members):
         raise RemoteError("members", f"a peer owns more than {manifest.ownership.per_peer_max} groups")
+    if any(m.wants > manifest.ownership.per_peer_max for m in members):
+        raise RemoteError("members", f"a peer wants more than {manifest.ownership.per_peer_max} groups")
     if tuple(members) != in_order(members):
         raise RemoteError("members", "the table is not in its order: owners by first group, then standbys")
 
@@ -117,14 +116,15 @@ def next_members(
     gone = {release.signer for release in value.releases} | set(banned_next)
     counted = {header.signer for header in value.headers}
     refused = {header.signer for _, header in value.refused}
-    excused = frozenset(m.peer for m in members if not m.groups) - drawn_for_shared(
-        manifest, members, value.value.parent
-    )
+    standbys = frozenset(m.peer for m in members if not m.groups)
+    excused = standbys.difference(by_shared_lot(members, value.value.parent)[: manifest.rounds.shared_quota])
     rows: list[Member] = []
     for member in members:
         row = _after_round(member, counted, refused, excused)
         lapsed = row.missed >= manifest.rounds.lease_rounds or row.offences >= manifest.rounds.offences_max
-        if member.peer not in gone and not lapsed:
+        if lapsed:
+            gone.add(member.peer)  # and a claim in the same set does not bring it back at once
+        elif member.peer not in gone:
             rows.append(row)
     claims = {c.signer: c.record for c in value.claims if c.signer not in gone}
     known = {row.peer for row in rows}
