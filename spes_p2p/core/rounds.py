@@ -12,12 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from spes_p2p.core import agreement
 from spes_p2p.core.agreement import Agreement, Apply, Build, Check, Decided, Resend, Say, Timeouts
 from spes_p2p.core.head import Head
-from spes_p2p.core.ladder import BLOB_CHECKS, Verdict, check_header, check_refusal, norm_offenders
-from spes_p2p.core.ledger import check_claim_place, check_order, check_release, check_set_place, commit_body
+from spes_p2p.core.ladder import (
+    BLOB_CHECKS,
+    Verdict,
+    check_header,
+    check_refusal,
+    expected_sections,
+    norm_offenders,
+)
+from spes_p2p.core.ledger import (
+    CLAIMS_MAX,
+    check_claim_place,
+    check_order,
+    check_release,
+    check_set_place,
+    commit_body,
+)
 from spes_protocols.errors import RemoteError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import (
@@ -35,9 +50,16 @@ from spes_protocols.messages import (
     Signed,
     VerifiedSet,
 )
+from spes_protocols.types import PEERS_MAX
 
-EARLY_MAX = 20_000
-"""Messages of the next round kept until this peer gets there; more are dropped, they will be sent again."""
+POOL_MAX = 1024
+"""Claims of outsiders that are kept for a coming set; more are dropped, they will be sent again."""
+
+REFUSALS_MAX = 256
+"""Refused contributions in one set, so that outsiders with invalid headers can not make it too large to send."""
+
+
+_ORDERS_MAX = 64
 
 
 @dataclass(frozen=True)
@@ -110,7 +132,7 @@ class Participant:
     def __init__(self, manifest: Manifest, me: str, head: Head) -> None:
         self.manifest = manifest
         self.me = me
-        self._early: list[tuple[RoundMessage, Opened | None]] = []
+        self._early: dict[tuple[str, str], tuple[RoundMessage, Opened | None]] = {}
         self._pool: dict[tuple[str, str], Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End]] = {}
         self._begin(head)
 
@@ -122,6 +144,8 @@ class Participant:
         self._asked: set[bytes] = set()
         self._offers: dict[str, Signed[Header]] = {}
         self._electorate = head.electorate
+        self._senders = [m.peer for m in head.members if expected_sections(self.manifest, head, m.peer)]
+        self._seen_at = 0.0
         self._cut = False
         self._grace_until: float | None = None
         self._blobs_until: float | None = None
@@ -142,9 +166,9 @@ class Participant:
         """The ledger moved on, by this peer's own commit or by catching up: begin the next round."""
         self._begin(head)
         self._pool = {key: message for key, message in self._pool.items() if self._pool_problem(message) is None}
-        early, self._early = self._early, []
+        early, self._early = self._early, {}
         outputs: list[Output] = []
-        for message, opened in early:
+        for message, opened in early.values():
             outputs += self.on_message(message, now, opened=opened)
         return outputs
 
@@ -170,7 +194,7 @@ class Participant:
         epoch, number = self._place(record)
         if (epoch, number) != (self.head.epoch, self.head.round):
             return self._elsewhere(message, opened, epoch, number)
-        if self.head.ended:
+        if self.head.ended or not self._electorate.owners:
             return []
         if isinstance(record, Header):
             return self._on_header(message, now)  # type: ignore[arg-type]
@@ -179,8 +203,9 @@ class Participant:
             outputs = self.agreement.on_proposal(message, opened.value, opened.polc, now)  # type: ignore[arg-type]
         else:
             outputs = self.agreement.on_vote(message, now)  # type: ignore[arg-type]
-        if self.agreement.view < 0 and isinstance(record, Proposal) and message.signer == self._electorate.leader(0):
-            outputs += self.agreement.start(now)  # its leader has begun: no reason to wait for our own timers
+        begun = isinstance(record, Proposal) and record.view == 0 and message.signer == self._electorate.leader(0)
+        if self.agreement.view < 0 and (begun or self.agreement.is_called):
+            outputs += self.agreement.start(now)  # no reason to wait for our own timers
         return self._absorb(outputs, now)
 
     def on_said(
@@ -206,6 +231,7 @@ class Participant:
 
     def on_tick(self, now: float) -> list[Output]:
         """Let everything happen that is due."""
+        self._seen_at = now
         outputs = self._absorb(self.agreement.on_tick(now), now)
         if self._resend_at is not None and self._resend_at <= now:
             self._resend_at = now + self.manifest.rounds.vote_seconds
@@ -220,10 +246,9 @@ class Participant:
         if self.agreement.decided or self.head.ended:
             return None
         deadlines = [self.agreement.next_deadline, self._resend_at]
-        if self.agreement.view < 0:
-            deadlines += [self._grace_until, self._blobs_until]
-        elif self._building is not None:
-            deadlines.append(self._blobs_until)
+        if self.agreement.view < 0 or self._building is not None:
+            # Once they have passed, only messages and verdicts change anything.
+            deadlines += [d for d in (self._grace_until, self._blobs_until) if d is not None and d > self._seen_at]
         return min((d for d in deadlines if d is not None), default=None)
 
     @property
@@ -253,8 +278,8 @@ class Participant:
         if message.signer == self.me:
             return []
         if epoch != self.head.epoch or number > self.head.round:
-            if number >= self.head.round and len(self._early) < EARLY_MAX:
-                self._early.append((message, opened))
+            if number == self.head.round + 1 and self.head.member(message.signer) is not None:
+                self._early[(message.signer, message.record.KIND)] = (message, opened)  # one each: all are sent again
             return [Behind(message.signer, number)]
         return [Help(message.signer)] if isinstance(message.record, Prevote | Precommit | Header) else []
 
@@ -263,8 +288,10 @@ class Participant:
         if problem is not None:
             return [Refused(message.signer, problem.check, problem.detail)]
         record = message.record
-        subject = record.peer if isinstance(record, Ban) else message.signer
-        self._pool[(record.KIND, subject)] = message
+        key = (record.KIND, record.peer if isinstance(record, Ban) else message.signer)
+        is_outsider = isinstance(record, Claim) and self.head.member(message.signer) is None
+        if not is_outsider or key in self._pool or len(self._pool) < POOL_MAX:
+            self._pool[key] = message
         return []
 
     def _pool_problem(self, message: Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End]) -> RemoteError | None:
@@ -290,7 +317,7 @@ class Participant:
         try:
             check_header(self.manifest, self.head, signed)
         except RemoteError as error:
-            if self.head.member(peer) is not None:
+            if self._is_provable(error.check, signed):
                 self._offers[peer] = signed
                 self.verdicts[signed.id] = Verdict(error.check)
             return [Refused(peer, error.check, error.detail)]
@@ -301,7 +328,7 @@ class Participant:
         if self._grace_until is None and self._has_quorum():
             self._grace_until = now + self.manifest.rounds.grace_seconds
             self._blobs_until = self._grace_until + self.manifest.rounds.blob_seconds
-            if self.me not in self.headers and not self._cut:
+            if self.me in self._senders and self.me not in self.headers and not self._cut:
                 self._cut = True
                 outputs.append(Cut())
         return outputs + self._advance(now)
@@ -337,7 +364,7 @@ class Participant:
         """All members' headers are in or `grace` is over; and their blobs are checked or their time is over too."""
         assert self._grace_until is not None
         assert self._blobs_until is not None
-        everyone = all(m.peer in self.headers or m.peer in self._offers for m in self.head.members)
+        everyone = all(peer in self.headers or peer in self._offers for peer in self._senders)
         if not everyone and now < self._grace_until:
             return False
         checked = all(header.id in self.verdicts for header in self.headers.values())
@@ -353,16 +380,16 @@ class Participant:
                 good[peer] = header
             elif verdict is not None and verdict.check is not None:
                 refused.append((verdict.check, header))
-        offenders = norm_offenders(self._norms(good.values()), self.manifest.rounds.norm_limit)
-        refused += [("norm", good.pop(peer)) for peer in offenders]
+        refused += [("norm", good.pop(peer)) for peer in self._norm_offenders(good.values())]
         refused = [r for r in refused if self._is_provable(*r)]
-        refused.sort(key=lambda pair: pair[1].signer)
+        refused.sort(key=lambda pair: (pair[1].signer not in self._electorate.weights, pair[1].signer))
+        refused = sorted(refused[:REFUSALS_MAX], key=lambda pair: pair[1].signer)
         if not self._electorate.is_quorum(self._electorate.weight([*good, *(h.signer for _, h in refused)])):
             return None
         pool = [m for m in self.pooled() if self._pool_problem(m) is None]
-        claims = _of(pool, Claim)
+        claims = self._chosen_claims(_of(pool, Claim))
         releases = _of(pool, Release)
-        orders = tuple(_of(pool, Ban)[:32] + _of(pool, End)[:1])
+        orders = _of(pool, Ban, End)[:_ORDERS_MAX]
         headers = tuple(good[peer] for peer in sorted(good))
         value = ProposedSet(
             run_id=self.head.run_id,
@@ -375,7 +402,14 @@ class Participant:
             releases=tuple(r.raw for r in releases),
             orders=tuple(o.raw for o in orders),
         )
-        return VerifiedSet(value, headers, tuple(refused), tuple(claims), tuple(releases), orders)
+        return VerifiedSet(value, headers, tuple(refused), tuple(claims), tuple(releases), tuple(orders))
+
+    def _chosen_claims(self, claims: list[Signed[Claim]]) -> list[Signed[Claim]]:
+        """Members' claims first, then outsiders' as far as there is room."""
+        known = [c for c in claims if self.head.member(c.signer) is not None][:CLAIMS_MAX]
+        room = min(CLAIMS_MAX - len(known), PEERS_MAX - len(self.head.members))
+        new = [c for c in claims if self.head.member(c.signer) is None][: max(room, 0)]
+        return sorted(known + new, key=lambda claim: claim.signer)
 
     def _is_provable(self, check: str, header: Signed[Header]) -> bool:
         try:
@@ -384,26 +418,23 @@ class Participant:
             return False
         return True
 
-    def _norms(self, headers: Iterable[Signed[Header]]) -> dict[str, dict[str, float]]:
-        return {h.signer: dict(self.verdicts[h.id].norms) for h in headers}
+    def _norm_offenders(self, headers: Iterable[Signed[Header]]) -> frozenset[str]:
+        norms = {h.signer: dict(self.verdicts[h.id].norms) for h in headers}
+        return norm_offenders(norms, self._electorate.weights, self.manifest.rounds.norm_limit)
 
     # ---- checking a proposed set -------------------------------------------------------------------------------
 
     def _check_sets(self, now: float) -> list[Output]:
         outputs: list[Output] = []
-        for value in list(self._to_check.values()):
+        for value_id, value in list(self._to_check.items()):
             valid = self._judge(value)
             if valid is not None:
-                self._to_check.pop(value.id, None)
-                outputs += self._absorb(self.agreement.on_checked(value.id, valid, now), now)
+                self._to_check.pop(value_id, None)
+                outputs += self._absorb(self.agreement.on_checked(value_id, valid, now), now)
         return outputs
 
     def _judge(self, value: VerifiedSet) -> bool | None:
         """True or False by rules that any member can recompute, None while blobs are missing (SPEC 5.5)."""
-        try:
-            check_set_place(self.manifest, self.head, value)
-        except RemoteError:
-            return False
         by_blob = [(None, h) for h in value.headers] + [(c, h) for c, h in value.refused if c in BLOB_CHECKS]
         verdicts = [(claimed, h, self.verdicts.get(h.id)) for claimed, h in by_blob]
         for claimed, _, verdict in verdicts:
@@ -412,8 +443,19 @@ class Participant:
             if verdict.check != (None if claimed == "norm" else claimed):
                 return False
         counted = [h for claimed, h, _ in verdicts if claimed in (None, "norm")]
-        offenders = norm_offenders(self._norms(counted), self.manifest.rounds.norm_limit)
-        return offenders == {h.signer for claimed, h, _ in verdicts if claimed == "norm"}
+        return self._norm_offenders(counted) == {h.signer for claimed, h, _ in verdicts if claimed == "norm"}
+
+    def _on_check(self, value: VerifiedSet, now: float) -> list[Output]:
+        value_id = value.id
+        try:
+            check_set_place(self.manifest, self.head, value)
+        except RemoteError:
+            return self._absorb(self.agreement.on_checked(value_id, False, now), now)
+        self._to_check[value_id] = value
+        outputs: list[Output] = []
+        for header in (*value.headers, *(h for check, h in value.refused if check in BLOB_CHECKS)):
+            outputs += self._ask(header)
+        return outputs + self._check_sets(now)
 
     def _absorb(self, outputs: list[agreement.Output], now: float) -> list[Output]:
         """Answer what the agreement asks of this machine, pass on the rest to the shell."""
@@ -423,10 +465,7 @@ class Participant:
                 self._building = output.view
                 result += self._advance(now)
             elif isinstance(output, Check):
-                self._to_check[output.value.id] = output.value
-                for header in (*output.value.headers, *(h for _, h in output.value.refused)):
-                    result += self._ask(header)
-                result += self._check_sets(now)
+                result += self._on_check(output.value, now)
             elif isinstance(output, Decided):
                 body = commit_body(self.manifest, self.head, output.value, output.state_root)
                 result.append(Committed(body, output.value, output.view, output.precommits))
@@ -435,7 +474,10 @@ class Participant:
         return result
 
 
-def _of(pool: list[Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End]], kind: type) -> list:  # type: ignore[type-arg]
-    """The pool's messages of one kind, one per signer, in ascending order of signer."""
-    chosen = {m.signer: m for m in pool if isinstance(m.record, kind)}
+def _of(pool: list[Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End]], *kinds: type) -> list:  # type: ignore[type-arg]
+    """The pool's messages of these kinds, one per signer, in ascending order of signer."""
+    chosen: dict[str, Any] = {}
+    for message in pool:
+        if isinstance(message.record, kinds):
+            chosen.setdefault(message.signer, message)  # a ban before an end, which waits for the next set
     return [chosen[peer] for peer in sorted(chosen)]
