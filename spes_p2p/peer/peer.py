@@ -69,6 +69,7 @@ class Peer:
         self._finished = asyncio.Event()
         self._behind: asyncio.Queue[str] = asyncio.Queue(64)
         self._claimed_at = -1e9
+        self._moved_at = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
         self._rounds_seen = 0
         self._directory: Directory | None = None
@@ -246,6 +247,7 @@ class Peer:
 
     async def _on_head(self, step: Step | None) -> None:
         """The ledger moved on (the shell holds the lock)."""
+        self._moved_at = time.monotonic()
         if step is not None and step.commit is not None:
             self._rounds_seen += 1
             loss = status.mean_loss(step)
@@ -279,7 +281,21 @@ class Peer:
         while True:
             self._claim()
             self._start_run()
+            self._tell_of_stall()
             await asyncio.sleep(1.0)
+
+    def _tell_of_stall(self) -> None:
+        """No commit for `stall_seconds`: say who is missing. The run goes on by itself when they are back."""
+        head, waited = self.chain.head, time.monotonic() - self._moved_at
+        if waited < self.manifest.rounds.stall_seconds or not head.electorate.owners or head.ended:
+            return
+        self._moved_at = time.monotonic()  # say it again after as long
+        fresh = {*self.contacts.fresh(), self.identity.peer_id}
+        silent = [owner[-8:] for owner in head.electorate.owners if owner not in fresh]
+        self.note(
+            f"round {head.round} has not closed for {waited:.0f} s: it needs owners of more than two thirds of the "
+            f"groups; silent: {', '.join(silent) or 'nobody'}"
+        )
 
     def _claim(self) -> None:
         head, now = self.chain.head, time.monotonic()
