@@ -40,8 +40,8 @@ from spes_protocols.errors import NetworkError, RemoteError, SpesError
 from spes_protocols.messages import Claim, Presence, Release, Signed, Start
 
 CLAIM_SECONDS = 5.0
-CATCH_UP_SECONDS = 10.0
 LEAVE_SECONDS_MAX = 600.0
+PROGRESS_SECONDS = 5.0
 ERRORS_KEPT = 20
 
 
@@ -70,6 +70,7 @@ class Peer:
         self._behind: asyncio.Queue[str] = asyncio.Queue(64)
         self._claimed_at = -1e9
         self._moved_at = time.monotonic()
+        self._told_at = -1e9
         self._tasks: list[asyncio.Task[None]] = []
         self._rounds_seen = 0
         self._directory: Directory | None = None
@@ -406,6 +407,12 @@ class Peer:
                 self.losses.append((step.before.round, status.mean_loss(step)))
 
     def _report(self, text: str, share: float) -> None:
+        now = time.monotonic()
+        if text != self.progress[0]:
+            self._told_at = now
+        elif text and now - self._told_at >= PROGRESS_SECONDS:
+            self._told_at = now
+            self._say(f"{text}: {share:.0%}")
         self.progress = (text, share)
         self._changed()
 

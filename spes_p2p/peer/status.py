@@ -72,6 +72,8 @@ async def of(peer: Peer) -> control_pb2.StatusReply:
         progress_text=peer.progress[0],
         progress=peer.progress[1],
     )
+    if trainer is not None and trainer.progress is not None and trainer.progress.text:
+        reply.progress_text = trainer.progress.text
     if trainer is not None and trainer.progress is not None and trainer.progress.round == head.round:
         reply.step = trainer.progress.step
         reply.loss = trainer.progress.loss
