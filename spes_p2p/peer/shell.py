@@ -22,6 +22,7 @@ from spes_p2p.crypto.envelope import seal, unseal, unseal_votes, verify_set
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.delta.contributions import contributions
 from spes_p2p.peer.outbox import Outbox
+from spes_p2p.peer.phases import PhaseClock
 from spes_p2p.peer.sync import Syncer
 from spes_p2p.peer.worker import Worker
 from spes_p2p.store.chain import Chain, Step, commit_bytes
@@ -90,7 +91,7 @@ class Shell:
         self._tasks: set[asyncio.Task[None]] = set()
         self._round_tasks: set[asyncio.Task[None]] = set()
         self._timer_changed = asyncio.Event()
-        self.phase_seconds: dict[str, float] = {}
+        self.phases = PhaseClock(clock)
 
     # ---- in: messages and time ---------------------------------------------------------------------------------
 
@@ -176,6 +177,7 @@ class Shell:
         while queue:
             queue.extend(self._effect(queue.pop(0)))
         self._timer_changed.set()
+        self._note_phases()
         return refused
 
     def _effect(self, output: rounds.Output) -> list[rounds.Output]:
@@ -238,12 +240,10 @@ class Shell:
         seconds = self.participant.manifest.rounds.blob_seconds
         while True:
             try:
-                started = self._clock()
-                await self._syncer.blobs(sections, time.monotonic() + max(seconds, RETRY_SECONDS))
-                self._add_seconds("transfer", started)
-                started = self._clock()
-                verdict = await self._worker.check(header.signer, header.record.sections)
-                self._add_seconds("check", started)
+                with self.phases.during("transfer"):
+                    await self._syncer.blobs(sections, time.monotonic() + max(seconds, RETRY_SECONDS))
+                with self.phases.during("check"):
+                    verdict = await self._worker.check(header.signer, header.record.sections)
             except (NetworkError, UserError) as error:
                 self._log(f"blobs of {header.signer}: {error}")
                 await asyncio.sleep(RETRY_SECONDS)
@@ -257,9 +257,8 @@ class Shell:
         head = self._chain.head
         while True:
             try:
-                started = self._clock()
-                root = await self._worker.apply(head.round, head.step, contributions(head, value))
-                self._add_seconds("apply", started)
+                with self.phases.during("apply"):
+                    root = await self._worker.apply(head.round, head.step, contributions(head, value))
             except UserError as error:
                 self._log(str(error))
                 await asyncio.sleep(RETRY_SECONDS)
@@ -299,7 +298,8 @@ class Shell:
         head: Head = step.before
         sections = [(h.signer, s) for h in step.value.headers for s in h.record.sections]
         await self._syncer.blobs(sections, time.monotonic() + self.participant.manifest.rounds.blob_seconds)
-        root = await self._worker.apply(head.round, head.step, contributions(head, step.value))
+        with self.phases.during("apply"):
+            root = await self._worker.apply(head.round, head.step, contributions(head, step.value))
         if root != step.after.state_root:
             self._log(
                 f"computed state root {root.hex()[:16]} where the swarm agreed on {step.after.state_root.hex()[:16]}: "
@@ -324,5 +324,10 @@ class Shell:
         for task in list(self._round_tasks):
             task.cancel()
 
-    def _add_seconds(self, phase: str, started: float) -> None:
-        self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + self._clock() - started
+    def _note_phases(self) -> None:
+        participant = self.participant
+        head, me = participant.head, participant.me
+        runs = head.member(me) is not None and not head.ended and bool(head.electorate.owners)
+        self.phases.set("wait", runs)
+        self.phases.set("train", runs and me not in participant.headers)
+        self.phases.set("agree", runs and participant.agreement.view >= 0)

@@ -82,6 +82,8 @@ async def of(peer: Peer) -> control_pb2.StatusReply:
         reply.members.add(peer=m.peer, groups=m.groups, missed=m.missed, me=m.peer == me)
     for round_number, loss in peer.losses:
         reply.losses.add(round=round_number, train=loss)
+    for name, seconds in _phase_seconds(peer).items():
+        reply.phases.add(name=name, seconds=seconds)
     try:
         for other, path in sorted((await peer.transport.links()).items()):
             reply.links.add(peer=other, path=path)
@@ -89,6 +91,13 @@ async def of(peer: Peer) -> control_pb2.StatusReply:
     except NetworkError as error:
         reply.last_error = str(error)
     return reply
+
+
+def _phase_seconds(peer: Peer) -> dict[str, float]:
+    """The peer's own clock, with the time until its header split up as the trainer tells."""
+    clock, trainer = peer.shell.phases.seconds(), peer.publisher.seconds
+    rest = max(0.0, clock["train"] - sum(trainer.values()))
+    return {"train": 0.0, "encode": 0.0} | trainer | {"publish": rest} | {k: s for k, s in clock.items() if k != "train"}
 
 
 def _phase(peer: Peer) -> str:
