@@ -41,6 +41,9 @@ from spes_protocols.messages import Claim, Presence, Release, Signed, Start
 
 CLAIM_SECONDS = 5.0
 LEAVE_SECONDS_MAX = 600.0
+SEE_OFF_SECONDS = 20.0
+"""How long a peer that has done its rounds stays for those who have not closed the last one yet."""
+
 PROGRESS_SECONDS = 5.0
 ERRORS_KEPT = 20
 
@@ -117,6 +120,8 @@ class Peer:
             await self._catch_up(first=True)
             self._remember_losses()
             self.ready = True
+            waiting = "" if self.chain.head.epoch else ", when the run has started"
+            self._say(f"up to date; round {self.chain.head.round} is next{waiting}")
             self.shell.restore()
             self._spawn(self.shell.run_timer())
             self._spawn(self.contacts.run())
@@ -127,6 +132,8 @@ class Peer:
             self._check_finished()
             await self._finished.wait()
             await self.outbox.flush(5.0)
+            if not self.leaving:
+                await self._see_off()
         finally:
             await self.close()
 
@@ -319,6 +326,19 @@ class Peer:
         head = self.chain.head
         if head.member(self.identity.peer_id) is not None:
             self.shell.say(Release(run_id=head.run_id, epoch=head.epoch, round=head.round))
+
+    async def _see_off(self) -> None:
+        """Serve members who are a round behind: if all the others ended at once, nobody had the blobs they lack."""
+        with contextlib.suppress(TimeoutError, NetworkError):
+            async with asyncio.timeout(SEE_OFF_SECONDS):
+                while await self._others_behind():
+                    await asyncio.sleep(0.5)
+                    await self.contacts.hello_all()
+
+    async def _others_behind(self) -> bool:
+        head, links = self.chain.head, await self.transport.links()
+        linked = [self.contacts.presence(m.peer) for m in head.members if m.peer in links]
+        return any(presence is None or presence.round < head.round for presence in linked)
 
     async def _leave_at_last(self) -> None:
         await asyncio.sleep(LEAVE_SECONDS_MAX)

@@ -97,7 +97,8 @@ def _phase_seconds(peer: Peer) -> dict[str, float]:
     """The peer's own clock, with the time until its header split up as the trainer tells."""
     clock, trainer = peer.shell.phases.seconds(), peer.publisher.seconds
     rest = max(0.0, clock["train"] - sum(trainer.values()))
-    return {"train": 0.0, "encode": 0.0} | trainer | {"publish": rest} | {k: s for k, s in clock.items() if k != "train"}
+    others = {name: seconds for name, seconds in clock.items() if name != "train"}
+    return {"train": 0.0, "encode": 0.0} | trainer | {"publish": rest} | others
 
 
 def _phase(peer: Peer) -> str:
