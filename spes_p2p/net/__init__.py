@@ -1,0 +1,1 @@
+"""The network behind one interface: libp2p's daemon, calls and streams, blobs, the DHT."""

@@ -1,0 +1,309 @@
+"""libp2p's daemon (p2pd, from hivemind's wheel), started, watched and restarted by us.
+
+hivemind can start p2pd itself, but not with the relay flags we need, and it never notices that the daemon died or
+stopped answering. Here its end is seen at once and its silence within ten seconds; it is restarted with growing pauses
+on the same ports, and whoever uses it is told (`on_up`) to register and connect again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import importlib.util
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spes_p2p.net.addresses import check_announce, check_listen, parse_address
+from spes_p2p.net.control import Control
+from spes_protocols.errors import NetworkError, UserError
+
+log = logging.getLogger(__name__)
+
+PULSE_SECONDS = 2.0
+"""Pause between two heartbeats."""
+PULSE_DEADLINE_SECONDS = 3.0
+"""A heartbeat without an answer for this long is repeated once, then the daemon counts as dead."""
+
+_START_SECONDS = 20.0
+_STOP_SECONDS = 3.0
+_PAUSES_SECONDS = (0.1, 1.0, 3.0, 10.0, 30.0)
+_STEADY_SECONDS = 60.0
+_LOG_BYTES_MAX = 8 * 1024 * 1024
+
+# The daemon must not outlive us, not even after kill -9, and must not see the terminal's Ctrl-C, which ends us in an
+# orderly way that still needs it. The kernel's parent-death signal does the first. It has to be set in the child
+# between fork and exec; a `preexec_fn` would run Python in a forked copy of a process with threads, so this short
+# program sets it and becomes p2pd. If we died before it was set, the parent is another process by now.
+_LAUNCHER = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None, use_errno=True).prctl(1, 9, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaemonOptions:
+    """How the daemon faces the network.
+
+    `listen`: multiaddrs to listen on (none: outgoing connections only); `announce`: multiaddrs to tell others instead
+    of those of the interfaces; `relay`: serve as a relay for peers behind NAT (bootstraps); `relays`: be reachable
+    through these (peers that know they are not reachable otherwise).
+    """
+
+    identity_path: Path
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    relay: bool = False
+    relays: tuple[str, ...] = ()
+    nat_port_map: bool = False
+    log_path: Path | None = None
+
+    def __post_init__(self) -> None:
+        for address in self.listen:
+            check_listen(address)
+        for address in self.announce:
+            check_announce(address)
+        for address in self.relays:
+            parse_address(address)
+
+
+class Daemon:
+    """One p2pd for the life of this object. `on_up` runs after every start, with the daemon answering."""
+
+    def __init__(self, options: DaemonOptions, on_up: Callable[[], Awaitable[None]]) -> None:
+        self._options = replace(options, listen=tuple(_with_port(address) for address in options.listen))
+        self._on_up = on_up
+        # A short path of our own, because Unix socket paths end at 108 bytes, and closed to other users, because
+        # whoever reaches the sockets speaks as us.
+        self.directory = Path(tempfile.mkdtemp(prefix="spes-net-"))
+        self.control = Control(self.directory / "daemon")
+        self.restarts = 0
+        self.last_peers: list[tuple[str, list[str]]] = []
+        """(peer id, multiaddrs) of the connections at the last heartbeat."""
+        self._log_path = options.log_path or self.directory / "log"
+        self._process: asyncio.subprocess.Process | None = None
+        self._lifeline: asyncio.StreamWriter | None = None
+        self._up = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running daemon."""
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        """Start the daemon and its watch. Raises `UserError` for a busy port, `NetworkError` if it does not come up."""
+        try:
+            await self._launch()
+            await self._on_up()
+        except BaseException:
+            await self.close()
+            raise
+        self._up.set()
+        self._watch = asyncio.create_task(self._keep_up())
+
+    async def ready(self) -> None:
+        """Wait until the daemon answers; the caller sets the deadline."""
+        await self._up.wait()
+
+    async def close(self) -> None:
+        """End the daemon and remove its sockets."""
+        self._up.clear()
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
+        await self._end(signal.SIGTERM)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    async def _keep_up(self) -> None:
+        attempt, started = 0, time.monotonic()
+        while True:
+            if self._up.is_set():
+                await self._until_silent()
+                self._up.clear()
+                if time.monotonic() - started > _STEADY_SECONDS:
+                    attempt = 0
+            await self._end(signal.SIGKILL)
+            await asyncio.sleep(_PAUSES_SECONDS[min(attempt, len(_PAUSES_SECONDS) - 1)])
+            attempt, started = attempt + 1, time.monotonic()
+            try:
+                await self._launch()
+                async with asyncio.timeout(_START_SECONDS):
+                    await self._on_up()
+            except (NetworkError, UserError, TimeoutError, OSError) as error:
+                log.warning("the network daemon did not restart: %s", error)
+                continue
+            self.restarts += 1
+            self._up.set()
+            log.warning("the network daemon was restarted")
+
+    async def _until_silent(self) -> None:
+        """Return when the daemon has ended, or has left two heartbeats unanswered."""
+        assert self._process is not None
+        ended = asyncio.create_task(self._process.wait())
+        try:
+            misses = 0
+            while misses < 2:
+                done, _ = await asyncio.wait([ended], timeout=PULSE_SECONDS if not misses else 0)
+                if done:
+                    log.warning("the network daemon ended: %s", self._last_words())
+                    return
+                try:
+                    async with asyncio.timeout(PULSE_DEADLINE_SECONDS):
+                        self.last_peers = await self.control.list_peers()
+                    misses = 0
+                except (TimeoutError, NetworkError):
+                    misses += 1
+            log.warning("the network daemon does not answer")
+        finally:
+            ended.cancel()
+
+    async def _launch(self) -> None:
+        for address in self._options.listen:
+            _check_port_free(address)
+        self.control.path.unlink(missing_ok=True)
+        environment = {**os.environ, "GOLOG_LOG_LEVEL": "error"}
+        if self._options.relay:
+            # With several threads go-libp2p now and then applies its small default limits to relayed connections
+            # before it reads ours.
+            environment["GOMAXPROCS"] = "1"
+        command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(_binary()), *self._flags()]
+        with self._open_log() as output:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,
+            )
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                await self._until_answering()
+                self._lifeline = await self.control.hold()
+        except TimeoutError:
+            raise NetworkError(f"the network daemon did not start within {_START_SECONDS:.0f} s") from None
+
+    async def _until_answering(self) -> None:
+        assert self._process is not None
+        while self._process.returncode is None:
+            with contextlib.suppress(NetworkError):
+                await self.control.identify()
+                return
+            await asyncio.sleep(0.02)
+        raise NetworkError(f"the network daemon ended at its start: {self._last_words()}")
+
+    async def _end(self, number: signal.Signals) -> None:
+        if self._lifeline is not None:
+            self._lifeline.close()
+            self._lifeline = None
+        process = self._process
+        if process is None:
+            return
+        for sign in (number, signal.SIGKILL):
+            if process.returncode is None:
+                # Not `process.send_signal`, which takes the exit status away from asyncio's own waiting.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, sign)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+        self._process = None
+
+    def _flags(self) -> list[str]:
+        options = self._options
+        flags = [
+            f"-listen=/unix{self.control.path}",
+            f"-id={options.identity_path}",
+            # The peer routing under hivemind's DHT: how a daemon finds the addresses of a peer id.
+            "-dhtServer=1" if options.listen else "-dhtClient=1",
+            "-connManager=1",
+            "-relay=1",
+            "-autonat=1",
+            f"-natPortMap={int(options.nat_port_map)}",
+            f"-relayService={int(options.relay)}",
+            f"-hostAddrs={','.join(options.listen)}" if options.listen else "-noListenAddrs=1",
+        ]
+        if options.announce:
+            flags.append(f"-announceAddrs={','.join(options.announce)}")
+        if options.relay:
+            flags.append("-forceReachabilityPublic=1")
+        elif options.relays:
+            # Static relays reserve in a second, discovered ones in minutes; "private" or it waits for AutoNAT.
+            relays = ",".join(options.relays)
+            flags += ["-autoRelay=1", "-relayDiscovery=0", f"-trustedRelays={relays}", "-forceReachabilityPrivate=1"]
+        return flags
+
+    def _open_log(self) -> contextlib.AbstractContextManager[int]:
+        path = self._log_path
+        full = path.exists() and path.stat().st_size > _LOG_BYTES_MAX
+        return _opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if full else 0))
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = self._log_path.read_bytes()[-4000:].decode(errors="replace").split("\n")
+            return next((" ".join(line.split())[:300] for line in reversed(lines) if line.strip()), "it said nothing")
+        return "it left no log"
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _binary() -> Path:
+    found = importlib.util.find_spec("hivemind.hivemind_cli")
+    folder = next(iter(found.submodule_search_locations or ()), None) if found is not None else None
+    path = Path(folder or ".") / "p2pd"
+    if not path.is_file():
+        raise UserError(f"{path} is missing; install hivemind again from its wheel")
+    return path
+
+
+def _bind(address: str, port: int) -> int:
+    """Bind and release a port as the daemon will; returns the port. Raises `OSError`."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        probe.bind((address, port))
+        probe.listen(1)
+        return int(probe.getsockname()[1])
+
+
+def _with_port(address: str) -> str:
+    """A listen address with port 0 replaced by a free one, so that a restarted daemon is found where it was."""
+    host, port = check_listen(address)
+    if port:
+        return address
+    try:
+        return address.rpartition("/")[0] + f"/{_bind(host, 0)}"
+    except OSError as error:
+        raise UserError(f"cannot listen on {address}: {error.strerror}; choose another with --listen") from None
+
+
+def _check_port_free(address: str) -> None:
+    """Raise `UserError` when the daemon could not listen on an address: it drops one of several busy ones silently."""
+    host, port = check_listen(address)
+    try:
+        _bind(host, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"port {port} is in use; choose another with --listen") from None
+        raise UserError(f"cannot listen on {address}: {error.strerror}; choose another with --listen") from None

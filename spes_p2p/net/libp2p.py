@@ -1,0 +1,448 @@
+"""The real transport: calls and streams between peers over p2pd, TCP only.
+
+One libp2p protocol carries all methods (frames.py), so registering a handler is an entry in a table that outlives the
+daemon's restarts. Each call is a stream of its own with a deadline on every step. The sender's peer id that a handler
+sees was authenticated by the channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
+from hivemind.proto import p2pd_pb2
+from hivemind.utils.logging import use_hivemind_log_handler
+
+from spes_p2p.net.addresses import parse_address
+from spes_p2p.net.control import Control, Stream
+from spes_p2p.net.daemon import Daemon, DaemonOptions
+from spes_p2p.net.frames import (
+    PROTOCOL,
+    Kind,
+    call_data,
+    check_method,
+    failure_data,
+    frame_head,
+    raise_failure,
+    read_frame,
+    split_call,
+)
+from spes_p2p.net.transport import Handler, StreamHandler
+from spes_protocols.errors import NetworkError, RemoteError, UserError
+
+log = logging.getLogger(__name__)
+
+IN_FLIGHT_PER_PEER_MAX = 32
+"""Requests of one sender that are worked on at a time; more are refused as busy."""
+IN_FLIGHT_MAX = 256
+"""The same over all senders: each holds a file descriptor and up to two payloads."""
+
+_REQUEST_SECONDS = 30.0
+_HANDLER_SECONDS = 120.0
+_SEND_SECONDS = 60.0
+_LINGER_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0
+_RETRY_SECONDS = 1.0
+_KNOWN_PEERS_MAX = 8192
+_ADDRESSES_PER_PEER_MAX = 16
+_RECONNECTS_AT_ONCE = 16
+
+_BACKOFF = "it could not be reached a moment ago; it is tried again in a few seconds"
+
+
+class _CallerGoneError(Exception):
+    """Who asked has closed the stream or reads no more; nobody is left to tell."""
+
+
+class LibP2P:
+    """`Transport` over a daemon of our own."""
+
+    def __init__(self, options: DaemonOptions, peer_id: str) -> None:
+        self.peer_id = peer_id
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.daemon = Daemon(options, self._register)
+        self._control: Control = self.daemon.control
+        self._socket_path = self.daemon.directory / "streams"
+        self._handlers: dict[str, Handler] = {}
+        self._stream_handlers: dict[str, StreamHandler] = {}
+        self._in_flight: Counter[str] = Counter()
+        self._known: dict[str, list[str]] = {}
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def create(
+        cls,
+        *,
+        identity_path: Path,
+        peer_id: str,
+        listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+        peers: Sequence[str] = (),
+        announce: Sequence[str] = (),
+        relay: bool = False,
+        relays: Sequence[str] = (),
+        nat_port_map: bool = False,
+        log_path: Path | None = None,
+        connect_seconds: float = 20.0,
+    ) -> LibP2P:
+        """Start the daemon and connect to at least one of `peers` (multiaddrs), if there are any.
+
+        Raises `UserError` for a busy port or an invalid address, `NetworkError` when no peer could be reached.
+        """
+        use_hivemind_log_handler("nowhere")
+        logging.getLogger("hivemind").setLevel(logging.ERROR)
+        for address in peers:
+            parse_address(address)
+        options = DaemonOptions(
+            identity_path=identity_path,
+            listen=tuple(listen),
+            announce=tuple(announce),
+            relay=relay,
+            relays=tuple(parse_address(address)[0] for address in relays),
+            nat_port_map=nat_port_map,
+            log_path=log_path,
+        )
+        self = cls(options, peer_id)
+        try:
+            self._server = await asyncio.start_unix_server(self._on_stream, path=str(self._socket_path), limit=1 << 18)
+            await self.daemon.start()
+            if peers:
+                await self._connect_first(peers, connect_seconds)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    def handle(self, method: str, handler: Handler) -> None:
+        """Answer calls of `method`."""
+        check_method(method)
+        assert method not in self._handlers and method not in self._stream_handlers, f"{method} is handled already"
+        self._handlers[method] = handler
+
+    def handle_stream(self, method: str, handler: StreamHandler) -> None:
+        """Answer streams of `method`."""
+        check_method(method)
+        assert method not in self._handlers and method not in self._stream_handlers, f"{method} is handled already"
+        self._stream_handlers[method] = handler
+
+    async def addresses(self) -> list[str]:
+        """Own TCP multiaddrs with the peer id, those beyond this machine first."""
+        found = await self._within(_CONNECT_SECONDS, self._control.identify(), "asking the daemon for its addresses")
+        usable = [address for address in found[1] if "/tcp/" in address]
+        usable.sort(key=lambda address: address.startswith(("/ip4/127.", "/ip6/::1/")))
+        return [f"{address}/p2p/{self.peer_id}" for address in usable]
+
+    def add_address(self, peer: str, addresses: list[str]) -> None:
+        """Remember a peer's addresses (as in its presence record) for when a call finds no connection to it.
+
+        Addresses that are no valid ones or name another peer are left out: they came from a peer.
+        """
+        usable: list[str] = []
+        for text in addresses[:_ADDRESSES_PER_PEER_MAX]:
+            with contextlib.suppress(UserError):
+                address, owner, _ = parse_address(text)
+                if owner == peer:
+                    usable.append(address.removesuffix(f"/p2p/{peer}"))
+        if usable and peer != self.peer_id:
+            self._known.pop(peer, None)
+            self._known[peer] = usable
+            while len(self._known) > _KNOWN_PEERS_MAX:
+                del self._known[next(iter(self._known))]
+
+    async def connect(self, address: str, *, timeout_seconds: float = _CONNECT_SECONDS) -> str:
+        """Connect to a pasted address; returns the peer id.
+
+        Raises `UserError` for an invalid address, `NetworkError` that names it and says what to check.
+        """
+        multiaddr, peer, _ = parse_address(address)
+        if peer == self.peer_id:
+            raise UserError(f"{multiaddr} is this peer's own address; give another peer's")
+        try:
+            connecting = self._control.connect(peer, [multiaddr.removesuffix(f"/p2p/{peer}")])
+            await self._within(timeout_seconds, connecting, "connecting")
+        except NetworkError as error:
+            raise NetworkError(f"cannot reach {multiaddr}: {_reason(str(error))}") from None
+        self.add_address(peer, [multiaddr])
+        return peer
+
+    async def disconnect(self, peer: str) -> None:
+        """Close all connections to a peer."""
+        await self._within(_CONNECT_SECONDS, self._control.disconnect(peer), f"disconnecting {peer}")
+
+    async def links(self) -> dict[str, str]:
+        """The connected peers: "direct", or "relayed" when every connection goes through a relay."""
+        found: dict[str, str] = {}
+        for peer, addresses in await self._within(_CONNECT_SECONDS, self._control.list_peers(), "listing peers"):
+            relayed = bool(addresses) and all("/p2p-circuit" in address for address in addresses)
+            if not relayed or peer not in found:
+                found[peer] = "relayed" if relayed else "direct"
+        return found
+
+    async def call(self, peer: str, method: str, payload: bytes, *, timeout_seconds: float) -> bytes:
+        """One request, one reply, within the deadline, connecting first if need be."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                reader, writer = await self._open(peer, method, payload)
+                try:
+                    reply = await self._next_chunk(reader, peer, method)
+                    if reply is None or await self._next_chunk(reader, peer, method) is not None:
+                        raise RemoteError("decode", f"not one reply to {method}", peer)
+                    return reply
+                finally:
+                    writer.close()
+        except TimeoutError:
+            raise NetworkError(f"{peer} did not answer {method} within {timeout_seconds:g} s") from None
+
+    async def stream(
+        self, peer: str, method: str, payload: bytes, *, idle_seconds: float, bytes_max: int
+    ) -> AsyncGenerator[bytes, None]:
+        """One request, many chunks; ends normally only after the sender's own end mark."""
+        received = 0
+        opened: Stream | None = None
+        try:
+            while True:
+                async with asyncio.timeout(idle_seconds):
+                    if opened is None:
+                        opened = await self._open(peer, method, payload)
+                    chunk = await self._next_chunk(opened[0], peer, method)
+                if chunk is None:
+                    return
+                if not chunk:
+                    raise RemoteError("decode", f"{method} sent an empty chunk", peer)
+                received += len(chunk)
+                if received > bytes_max:
+                    raise RemoteError("size", f"{method} sent more than {bytes_max} bytes", peer)
+                yield chunk
+        except TimeoutError:
+            raise NetworkError(f"{peer} sent nothing of {method} for {idle_seconds:g} s") from None
+        finally:
+            if opened is not None:
+                opened[1].close()
+
+    async def close(self) -> None:
+        """Stop answering and end the daemon."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._server is not None:
+            self._server.close()
+        await self.daemon.close()
+
+    # -- asking ------------------------------------------------------------------------------------------------
+
+    async def _open(self, peer: str, method: str, payload: bytes) -> Stream:
+        assert peer != self.peer_id, "a peer does not call itself"
+        data = call_data(method, payload)
+        await self.daemon.ready()
+        if peer in self._known:
+            # Answered at once when connected. If it fails, the peer may still be found through others.
+            with contextlib.suppress(NetworkError, TimeoutError):
+                await asyncio.wait_for(self._control.connect(peer, self._known[peer]), _CONNECT_SECONDS)
+        try:
+            reader, writer = await self._control.open_stream(peer, PROTOCOL)
+        except NetworkError as error:
+            raise NetworkError(f"cannot reach {peer}: {_reason(str(error))}") from None
+        # Not drained: whoever refuses a request answers without reading it.
+        writer.write(frame_head(Kind.CALL, data))
+        writer.write(data)
+        self.bytes_up += len(payload)
+        return reader, writer
+
+    async def _next_chunk(self, reader: asyncio.StreamReader, peer: str, method: str) -> bytes | None:
+        kind, data = await read_frame(reader, (Kind.CHUNK, Kind.END, Kind.ERROR), peer)
+        if kind is Kind.ERROR:
+            raise_failure(data, peer, method)
+        self.bytes_down += len(data)
+        return data if kind is Kind.CHUNK else None
+
+    async def _within(self, seconds: float, asking: Coroutine[Any, Any, Any], what: str) -> Any:
+        try:
+            return await asyncio.wait_for(asking, seconds)
+        except TimeoutError:
+            raise NetworkError(f"{what} took longer than {seconds:g} s") from None
+
+    async def _connect_first(self, peers: Sequence[str], seconds: float) -> None:
+        """Try all addresses, again and again, until one peer answers; the others go on to be tried by calls."""
+        for address in peers:
+            multiaddr, peer, _ = parse_address(address)
+            self.add_address(peer, [multiaddr])
+        reasons: dict[str, str] = {}
+        deadline = asyncio.get_running_loop().time() + seconds
+        while True:
+            left = deadline - asyncio.get_running_loop().time()
+            tries = [self.connect(address, timeout_seconds=max(1.0, min(left, _CONNECT_SECONDS))) for address in peers]
+            results = await asyncio.gather(*tries, return_exceptions=True)
+            for address, result in zip(peers, results, strict=True):
+                if isinstance(result, str):
+                    return
+                if not isinstance(result, NetworkError):
+                    raise result
+                if _BACKOFF not in str(result):
+                    reasons[address] = str(result)
+            if asyncio.get_running_loop().time() + _RETRY_SECONDS > deadline:
+                raise NetworkError("; ".join(reasons.values()))
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    # -- answering ---------------------------------------------------------------------------------------------
+
+    async def _register(self) -> None:
+        """After each start of the daemon: check whose it is, receive streams again, call back the peers we know."""
+        peer_id, _ = await self._control.identify()
+        if peer_id != self.peer_id:
+            raise UserError(f"the identity file belongs to {peer_id}, not to {self.peer_id}")
+        await self._control.add_stream_handler(self._socket_path, PROTOCOL)
+        if self._known or self.daemon.last_peers:
+            self._spawn(self._reconnect())
+
+    async def _reconnect(self) -> None:
+        """Dial whom we know and whom we were connected to: they do not know yet that we were gone."""
+        wanted = {peer: addresses for peer, addresses in self.daemon.last_peers if addresses} | self._known
+        places = asyncio.Semaphore(_RECONNECTS_AT_ONCE)
+
+        async def one(peer: str, addresses: list[str]) -> None:
+            async with places:
+                with contextlib.suppress(NetworkError, TimeoutError):
+                    await asyncio.wait_for(self._control.connect(peer, addresses), _CONNECT_SECONDS)
+
+        await asyncio.gather(*(one(peer, addresses) for peer, addresses in wanted.items()))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _on_stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._spawn(self._serve_stream(reader, writer))
+
+    async def _serve_stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One incoming stream from the daemon's first message to the caller's close."""
+        try:
+            info = p2pd_pb2.StreamInfo()
+            async with asyncio.timeout(_REQUEST_SECONDS):
+                await read_pbmsg_safe(reader, info)
+            sender = PeerID(info.peer).to_base58()
+            if self._in_flight[sender] >= IN_FLIGHT_PER_PEER_MAX or self._in_flight.total() >= IN_FLIGHT_MAX:
+                await self._send(writer, Kind.ERROR, failure_data("", "busy, try again later"))
+            else:
+                self._in_flight[sender] += 1
+                try:
+                    await self._serve(sender, reader, writer)
+                finally:
+                    self._in_flight[sender] -= 1
+                    if not self._in_flight[sender]:
+                        del self._in_flight[sender]
+            # The caller closes first (frames.py); what it still sends is not read into memory.
+            async with asyncio.timeout(_LINGER_SECONDS):
+                while await reader.read(1 << 16):
+                    pass
+        except (_CallerGoneError, asyncio.IncompleteReadError, TimeoutError, OSError) as error:
+            log.debug("a stream ended early: %r", error)
+        finally:
+            writer.close()
+
+    async def _serve(self, sender: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_REQUEST_SECONDS):
+                _, data = await read_frame(reader, (Kind.CALL,), sender)
+            method, payload = split_call(data, sender)
+        except NetworkError as error:
+            raise _CallerGoneError(str(error)) from None
+        except RemoteError as error:
+            await self._send(writer, Kind.ERROR, failure_data(error.check, error.detail))
+            return
+        self.bytes_down += len(payload)
+        # A caller that gives up closes the stream; its handler must not go on for nobody.
+        work = asyncio.create_task(self._answer(sender, method, payload, writer))
+        gone = asyncio.create_task(reader.read(1))
+        try:
+            await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                await work
+            else:
+                raise _CallerGoneError("the caller gave up")
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def _answer(self, sender: str, method: str, payload: bytes, writer: asyncio.StreamWriter) -> None:
+        """Run the handler and send what it gives. Its errors cross the wire as a check or as a plain refusal."""
+        try:
+            if method in self._handlers:
+                async with asyncio.timeout(_HANDLER_SECONDS):
+                    reply = await self._handlers[method](sender, payload)
+                await self._send(writer, Kind.CHUNK, reply)
+            elif method in self._stream_handlers:
+                async with contextlib.aclosing(_bounded(self._stream_handlers[method](sender, payload))) as chunks:
+                    async for chunk in chunks:
+                        await self._send(writer, Kind.CHUNK, chunk)
+            else:
+                raise RemoteError("decode", f"no method {method!r} here")
+            await self._send(writer, Kind.END, b"")
+        except _CallerGoneError:
+            raise
+        except RemoteError as error:
+            await self._send(writer, Kind.ERROR, failure_data(error.check, error.detail))
+        except (NetworkError, TimeoutError) as error:
+            await self._send(writer, Kind.ERROR, failure_data("", str(error) or "it took too long"))
+        except Exception:
+            # A fault of ours: the log gets the traceback, the peer learns nothing of our insides.
+            log.exception("the handler of %s failed", method)
+            await self._send(writer, Kind.ERROR, failure_data("", "internal error"))
+
+    async def _send(self, writer: asyncio.StreamWriter, kind: Kind, data: bytes) -> None:
+        head = frame_head(kind, data)
+        try:
+            async with asyncio.timeout(_SEND_SECONDS):
+                writer.write(head)
+                writer.write(data)
+                await writer.drain()
+        except (OSError, TimeoutError) as error:
+            raise _CallerGoneError(str(error)) from None
+        if kind is Kind.CHUNK:
+            self.bytes_up += len(data)
+
+
+async def _bounded(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """The same chunks, each within the handler's deadline; closes the handler when it is closed."""
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(_HANDLER_SECONDS):
+                    chunk = await anext(chunks)
+            except StopAsyncIteration:
+                return
+            yield chunk
+    finally:
+        close = getattr(chunks, "aclose", None)
+        if close is not None:
+            await close()
+
+
+def _reason(daemon_message: str) -> str:
+    """What a person can do about a failed connection, from the daemon's words."""
+    text = daemon_message.lower()
+    if "peer id mismatch" in text:
+        return "another peer answers at that address; ask for the current one"
+    if "connection refused" in text:
+        return "connection refused; check that the peer is running and the port is right"
+    if "no route to host" in text or "network is unreachable" in text:
+        return "no route to it; check this machine's network and the address"
+    if "took longer" in text or "i/o timeout" in text or "deadline exceeded" in text:
+        return "no answer; check the address, the peer's firewall and this machine's network"
+    if "no such host" in text or "no addresses" in text or "routing: not found" in text:
+        return "no address of it is known; check the host name, or give a current address"
+    if "negotiate security protocol" in text:
+        return "what answers there is not a peer; check the port"
+    if "dial backoff" in text:
+        return _BACKOFF
+    return daemon_message

@@ -1,0 +1,201 @@
+"""The daemon's life: refused starts, its death and silence noticed, and its end when we are killed."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.crypto.keys import Identity
+from spes_protocols.errors import NetworkError, UserError
+from tests.net.helpers import Net, Node, net_test, until
+
+
+async def echo(sender: str, request: bytes) -> bytes:
+    return request
+
+
+async def answers(caller: Node, callee: Node) -> bool:
+    """Whether a call gets through now."""
+    try:
+        return await caller.transport.call(callee.peer_id, "echo", b"?", timeout_seconds=2) == b"?"
+    except NetworkError:
+        return False
+
+
+@net_test
+async def test_a_busy_port_is_named(net: Net) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen(1)
+        port = busy.getsockname()[1]
+        for listen in (
+            [f"/ip4/127.0.0.1/tcp/{port}"],
+            ["/ip4/127.0.0.1/tcp/0", f"/ip4/127.0.0.1/tcp/{port}"],
+        ):
+            with pytest.raises(UserError, match=f"port {port} is in use; choose another with --listen"):
+                await net.node(listen=listen)
+    with pytest.raises(UserError, match=r"cannot listen on /ip4/8\.8\.8\.8/tcp/4001"):
+        await net.node(listen=["/ip4/8.8.8.8/tcp/4001"])
+    first = await net.node()
+    port = int((await first.address()).split("/")[4])
+    with pytest.raises(UserError, match=f"port {port} is in use"):
+        await net.node(listen=[f"/ip4/127.0.0.1/tcp/{port}"])
+
+
+@net_test
+async def test_wrong_addresses_and_foreign_identities_are_refused_at_once(net: Net) -> None:
+    with pytest.raises(UserError, match="not a peer's address"):
+        await net.node(["localhost:4001"])
+    with pytest.raises(UserError, match="--listen"):
+        await net.node(listen=["4001"])
+    with pytest.raises(UserError, match="--announce"):
+        await net.node(announce=["1.2.3.4"])
+    Identity.generate().save(net.folder / "identity-0.other")
+    os.replace(net.folder / "identity-0.other", net.folder / "identity-0")
+    with pytest.raises(UserError, match="the identity file belongs to"):
+        await net.node()
+
+
+@net_test
+async def test_an_unreachable_first_peer_is_named_and_one_of_two_is_enough(net: Net) -> None:
+    gone = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}"
+    with pytest.raises(NetworkError, match=f"cannot reach {gone}: .*check"):
+        await net.node([gone], connect_seconds=1.5)
+    first = await net.node()
+    second = await net.node([gone, await first.address()])
+    assert await second.transport.links() == {first.peer_id: "direct"}
+
+
+@net_test
+async def test_a_peer_that_comes_up_later_is_waited_for(net: Net) -> None:
+    first = await net.node()
+    address = await first.address()
+    await first.close()
+    joining = asyncio.create_task(net.node([address], connect_seconds=30))
+    await until((net.folder / "log-1").exists)
+    await net.node(number=0, listen=[address.partition("/p2p/")[0]])
+    second = await joining
+    assert await second.transport.links() == {first.peer_id: "direct"}
+
+
+@net_test
+async def test_announced_addresses_replace_the_interfaces(net: Net) -> None:
+    node = await net.node(announce=["/dns4/boot.example.org/tcp/4001"])
+    assert await node.transport.addresses() == [f"/dns4/boot.example.org/tcp/4001/p2p/{node.peer_id}"]
+    silent = await net.node(listen=[])
+    assert await silent.transport.addresses() == []
+    relay = await net.node(relay=True)
+    assert len(await relay.transport.addresses()) == 1
+
+
+@net_test
+async def test_a_peer_that_cannot_listen_is_reached_through_a_relay(net: Net) -> None:
+    relay = await net.node(relay=True)
+    hidden = await net.node([await relay.address()], listen=[], relays=[await relay.address()])
+    hidden.transport.handle("echo", echo)
+    # Not asked of the hidden peer: the daemon does not announce relays on loopback.
+    address = f"{await relay.address()}/p2p-circuit/p2p/{hidden.peer_id}"
+    caller = await net.node([address], connect_seconds=30)
+    assert (await caller.transport.links())[hidden.peer_id] == "relayed"
+    assert await caller.transport.call(hidden.peer_id, "echo", b"?" * 300_000, timeout_seconds=20) == b"?" * 300_000
+    assert (await caller.transport.links())[relay.peer_id] == "direct"
+
+
+@net_test
+async def test_a_killed_daemon_is_replaced_on_the_same_port(net: Net) -> None:
+    first, second = await net.pair()
+    first.transport.handle("echo", echo)
+    second.transport.handle("echo", echo)
+    address = await first.address()
+    for victim in (first, second):
+        await until(lambda victim=victim: victim.transport.daemon.last_peers)
+        pid = victim.transport.daemon.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda victim=victim: victim.transport.daemon.restarts == 1)
+        assert victim.transport.daemon.pid not in (None, pid)
+        await until(lambda: answers(first, second), 20)
+        await until(lambda: answers(second, first), 20)
+    assert await first.address() == address
+
+
+@net_test
+async def test_a_call_under_way_fails_at_once_when_the_daemon_dies(net: Net) -> None:
+    first, second = await net.pair()
+    asked = asyncio.Event()
+
+    async def hang(sender: str, request: bytes) -> bytes:
+        asked.set()
+        await asyncio.Event().wait()
+        return b""
+
+    first.transport.handle("hang", hang)
+    call = asyncio.create_task(second.transport.call(first.peer_id, "hang", b"", timeout_seconds=600))
+    await asyncio.wait_for(asked.wait(), 10)
+    pid = second.transport.daemon.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(NetworkError):
+        await asyncio.wait_for(call, 10)
+
+
+@net_test
+async def test_a_stopped_daemon_is_noticed_and_replaced(net: Net) -> None:
+    first, second = await net.pair()
+    first.transport.handle("echo", echo)
+    await until(lambda: first.transport.daemon.last_peers)
+    pid = first.transport.daemon.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    await until(lambda: first.transport.daemon.restarts == 1, 20)
+    await until(lambda: answers(second, first), 20)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from spes_p2p.crypto.keys import Identity
+from spes_p2p.net.libp2p import LibP2P
+
+async def main(path):
+    identity = Identity.generate()
+    identity.save(path)
+    transport = await LibP2P.create(identity_path=path, peer_id=identity.peer_id, listen=["/ip4/127.0.0.1/tcp/0"])
+    print(transport.daemon.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def test_the_daemon_dies_with_a_killed_parent(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path / "identity")], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        os.kill(pid, 0)
+        # Opened before the kill, so that it is this process that is waited for and not a later one of its number.
+        watched = os.pidfd_open(pid)
+        parent.kill()
+    asyncio.run(_readable(watched))
+    os.close(watched)
+
+
+async def _readable(descriptor: int) -> None:
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await asyncio.wait_for(ended.wait(), 10)
+    finally:
+        with suppress(ValueError):
+            loop.remove_reader(descriptor)
