@@ -147,7 +147,7 @@ def _after_round(
 
 
 def _allocate(manifest: Manifest, rows: list[Member], claims: dict[str, Claim], parent: bytes) -> list[Member]:
-    """Give each vacant group to the longest-admitted member that claims it, then to the lowest lot (SPEC 4.3)."""
+    """Give each vacant group to a member without one, then to the longest-admitted, then by lot (SPEC 4.3)."""
     table = {row.peer: row for row in rows}
     owned = {g for row in rows for g in row.groups}
     for group in range(manifest.ownership.groups):
@@ -155,7 +155,7 @@ def _allocate(manifest: Manifest, rows: list[Member], claims: dict[str, Claim], 
             continue
         takers = [row for row in table.values() if _would_take(row, claims.get(row.peer), group)]
         if takers:
-            winner = min(takers, key=lambda row: (row.admitted, draw(parent, row.peer, group)))
+            winner = min(takers, key=lambda row: (bool(row.groups), row.admitted, draw(parent, row.peer, group)))
             table[winner.peer] = replace(winner, groups=tuple(sorted((*winner.groups, group))))
     return list(table.values())
 
