@@ -114,6 +114,8 @@ class Directory:
         try:
             self._node = await DHTNode.create(
                 p2p=self._p2p,
+                # The same after a restart, or others would know us twice.
+                node_id=hivemind_routing.DHTID.generate(identity.public_key),
                 client_mode=client_mode,
                 record_validator=Ed25519Validator(identity, self.now),
                 wait_timeout=_RPC_SECONDS,
@@ -159,7 +161,8 @@ class Directory:
                 kept = await self._node.store(key, record, expiry, subkey=self._identity.public_key)
         except TimeoutError:
             raise NetworkError(f"publishing {key} took longer than {_PUBLISH_SECONDS:.0f} s") from None
-        if not kept:
+        # The answer is that of the last replica, which refuses what it was given twice: look before giving up.
+        if not kept and record not in await self.lookup(key):
             raise NetworkError(f"no node took the record for {key}")
 
     async def keep_published(self, key: str, make_record: Callable[[], bytes], lifetime_seconds: float) -> None:
