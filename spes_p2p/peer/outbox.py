@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Iterable
 
 from spes_p2p.net.transport import Transport
@@ -29,7 +28,7 @@ class Outbox:
         self._on_refused = on_refused
         self._queues: dict[str, asyncio.Queue[bytes]] = {}
         self._senders: dict[str, asyncio.Task[None]] = {}
-        self.last_answer: dict[str, float] = {}
+        self._unreachable: set[str] = set()
 
     def send(self, peers: Iterable[str], raw: bytes) -> None:
         """Queue one envelope for each peer; returns at once."""
@@ -51,11 +50,12 @@ class Outbox:
         await asyncio.gather(*self._senders.values(), return_exceptions=True)
 
     async def flush(self, seconds: float) -> None:
-        """Wait until the queues are empty, at most so long."""
+        """Wait until everybody who can be reached has got what was sent, at most so long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                for queue in list(self._queues.values()):
-                    await queue.join()
+                for peer, queue in list(self._queues.items()):
+                    if peer not in self._unreachable:
+                        await queue.join()
 
     async def _drain(self, peer: str, queue: asyncio.Queue[bytes]) -> None:
         while True:
@@ -65,10 +65,12 @@ class Outbox:
                 return
             try:
                 await self._transport.call(peer, PUSH, raw, timeout_seconds=CALL_SECONDS)
-                self.last_answer[peer] = time.monotonic()
+                self._unreachable.discard(peer)
             except RemoteError as error:
+                self._unreachable.discard(peer)
                 self._on_refused(peer, error)
             except NetworkError:
+                self._unreachable.add(peer)
                 while not queue.empty():  # it is unreachable: do not wait for each of these in turn
                     queue.get_nowait()
                     queue.task_done()

@@ -36,11 +36,14 @@ from spes_p2p.peer.worker import Worker
 from spes_p2p.store.chain import Chain, Step
 from spes_p2p.store.rundir import RunDir
 from spes_protocols import control_pb2
-from spes_protocols.errors import NetworkError, RemoteError, SpesError
+from spes_protocols.errors import NetworkError, RemoteError, SpesError, UserError
 from spes_protocols.messages import Claim, Presence, Release, Signed, Start
 
 CLAIM_SECONDS = 5.0
 LEAVE_SECONDS_MAX = 600.0
+GIVE_UP_SECONDS = 60.0
+"""The same for a peer that cannot train: nothing here depends on it, but others learn of its leave."""
+
 SEE_OFF_SECONDS = 20.0
 """How long a peer that has done its rounds stays for those who have not closed the last one yet."""
 
@@ -66,6 +69,7 @@ class Peer:
         self.errors: deque[str] = deque(maxlen=ERRORS_KEPT)
         self.losses: deque[tuple[int, float]] = deque(maxlen=500)
         self.progress: tuple[str, float] = ("", -1.0)
+        self.failure: SpesError | None = None
         self.leaving = False
         self.ready = False
         self._say = say
@@ -97,14 +101,18 @@ class Peer:
         if options.trains:
             self.trainer = TrainerLink(
                 run_dir.path, options.trainer,
-                make_task=self._train_task, on_done=self.publisher.on_done, on_change=self._changed, log=self.note,
+                make_task=self._train_task, on_done=self.publisher.on_done, on_change=self._changed,
+                on_hopeless=self._give_up, say=say, log=self.note,
             )  # fmt: skip
         self.control = ControlServer(run_dir, status=self.status, leave=self.leave, trainer=self.trainer)
 
     # ---- life --------------------------------------------------------------------------------------------------
 
     async def run(self, peers: list[str]) -> None:
-        """Serve, catch up with `peers` (peer ids already connected), take part until the end. Always closes."""
+        """Serve, catch up with `peers` (peer ids already connected), take part until the end. Always closes.
+
+        Raises `UserError` after leaving when this machine turned out to be unable to train.
+        """
         try:
             Service(
                 self.transport, self.run_dir.manifest.raw, self.chain, self.states, self.blobs,
@@ -136,9 +144,12 @@ class Peer:
                 await self._see_off()
         finally:
             await self.close()
+        if self.failure is not None:
+            raise self.failure
 
     async def close(self) -> None:
         """End everything this peer started; the transport is the caller's to close."""
+        self.ready = False  # whatever still comes in is turned away
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -158,13 +169,25 @@ class Peer:
             return
         self.leaving = True
         head = self.chain.head
-        if not self.ready or head.member(self.identity.peer_id) is None or head.ended:
+        if not self.ready or head.member(self.identity.peer_id) is None or head.ended or self._is_stuck():
             self._finished.set()
             return
         self._say("leaving: this round is finished first, then the groups are given back (Ctrl-C again: at once)")
         self._release()
-        self._spawn(self._leave_at_last())
+        self._spawn(self._leave_at_last(LEAVE_SECONDS_MAX if self.failure is None else GIVE_UP_SECONDS))
         self._changed()
+
+    def _give_up(self, problem: str) -> None:
+        """This machine cannot train: leave, and end with the reason."""
+        self.failure = UserError(problem)
+        self.note(problem)
+        self.leave()
+
+    def _is_stuck(self) -> bool:
+        """Whether no round can close any more because only this peer's contribution is missing, and will be."""
+        head = self.chain.head
+        others = head.electorate.total - head.electorate.weight([self.identity.peer_id])
+        return self.failure is not None and not head.electorate.is_quorum(others)
 
     async def status(self) -> control_pb2.StatusReply:
         """What the commands and the terminal view show."""
@@ -260,7 +283,8 @@ class Peer:
             self._rounds_seen += 1
             loss = status.mean_loss(step)
             self.losses.append((step.before.round, loss))
-            self._say(status.round_line(step, self.identity.peer_id, loss))
+            if not self._finished.is_set():
+                self._say(status.round_line(step, self.identity.peer_id, loss))
         if step is not None and step.opening is not None:
             self._say(f"the run starts: {sum(bool(m.groups) for m in self.chain.head.members)} owners")
         await asyncio.to_thread(retention.tidy, self.chain, self.states, self.blobs, self.options)
@@ -310,7 +334,9 @@ class Peer:
         wants = self._wanted_groups()
         member = head.member(self.identity.peer_id)
         settled = member is not None and member.wants == wants
-        if not self.ready or self.leaving or head.ended or settled or not self.options.trains:
+        # A claim is a promise to train: others wait `grace` for each member in every round.
+        able = self.trainer is not None and self.trainer.is_ready
+        if not self.ready or self.leaving or head.ended or settled or not able:
             return
         if now - self._claimed_at >= CLAIM_SECONDS and self.identity.peer_id not in head.banned:
             self._claimed_at = now
@@ -340,8 +366,8 @@ class Peer:
         linked = [self.contacts.presence(m.peer) for m in head.members if m.peer in links]
         return any(presence is None or presence.round < head.round for presence in linked)
 
-    async def _leave_at_last(self) -> None:
-        await asyncio.sleep(LEAVE_SECONDS_MAX)
+    async def _leave_at_last(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
         self._say("no commit took the groups back in time; leaving without it")
         self._finished.set()
 

@@ -2,7 +2,7 @@
 
 The trainer connects back over the control socket and opens one stream: its events come up, tasks go down. A crash
 restarts it after a growing pause, out of memory with half the micro-batch; a pause ends it, so the card's memory is
-free.
+free. One that never completes a first round (no data, no memory, no such device) is hopeless, and the peer is told.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ RESTART_SECONDS_MAX = 60.0
 STOP_SECONDS = 10.0
 """How long a trainer may take over the step in hand before it is killed."""
 
+LOG_BYTES_MAX = 8 * 1024 * 1024
+"""A log of the trainer longer than this is begun anew at its next start."""
+
+EXIT_USAGE = 2
 EXIT_OUT_OF_MEMORY = 75
+FAILURES_MAX = 3
+"""A trainer that has ended so often before its first round will not get there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,8 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         make_task: Callable[[control_pb2.Ready | None], control_pb2.TrainRound | None],
         on_done: Callable[[control_pb2.RoundDone], Awaitable[None]],
         on_change: Callable[[], None],
+        on_hopeless: Callable[[str], None],
+        say: Callable[[str], None],
         log: Callable[[str], None],
     ) -> None:
         self.options = options
@@ -59,12 +67,22 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         self._make_task = make_task
         self._on_done = on_done
         self._on_change = on_change
+        self._on_hopeless = on_hopeless
+        self._say = say
         self._log = log
+        self._last_words = ""
+        self._rounds_done = 0
+        self._failures = 0
         self._process: asyncio.subprocess.Process | None = None
         self._outbox: asyncio.Queue[control_pb2.TrainerTask | None] | None = None
         self._sent: control_pb2.TrainRound | None = None
         self._wake = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a trainer that takes tasks."""
+        return self.state == "running"
 
     @property
     def pid(self) -> int:
@@ -139,17 +157,18 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
                     self._outbox, self._sent = outbox, None
                     self.pending = event.ready
                     self.state = "running"
-                    self._log(f"trainer ready on {event.ready.device or 'cpu'} (pid {event.ready.pid})")
+                    self._say(f"trainer ready on {event.ready.device or 'cpu'} (pid {event.ready.pid})")
                     self.refresh()
                 elif kind == "progress":
                     self.progress = event.progress
                 elif kind == "round_done":
                     done = event.round_done
+                    self._rounds_done, self._failures = self._rounds_done + 1, 0
                     epoch = self._sent.epoch if self._sent is not None else b""
                     self.pending = control_pb2.Ready(has_pending=True, pending_round=done.round, pending_epoch=epoch)
                     await self._on_done(done)
                 elif kind == "failed":
-                    self._log(f"trainer: {event.failed.message}")
+                    self._last_words = event.failed.message
                 self._on_change()
         finally:
             outbox.put_nowait(None)
@@ -157,28 +176,40 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
     # ---- the process -------------------------------------------------------------------------------------------
 
     async def _supervise(self, socket: Path) -> None:
-        pause_seconds = RESTART_SECONDS_MIN
         while True:
             await self._unpaused()
-            self.state = "starting"
+            self.state, self._last_words = "starting", ""
             self._process = await self._spawn(socket)
             code = await self._process.wait()
-            if self.state == "paused":
+            if self.paused:
                 continue
-            if self._sent is not None:
-                pause_seconds = RESTART_SECONDS_MIN  # it had got as far as training: not a start that fails for ever
-            self._sent = None
+            self._failures += 1
             self.state = "crashed"
+            problem = self._last_words or _end_of_process(code)
+            if self._is_hopeless(code):
+                self._on_hopeless(f"the trainer cannot work here: {problem}")
+                return
             if code == EXIT_OUT_OF_MEMORY:
-                self._micro_batch = max(1, (self._micro_batch or 8) // 2)
-                self._log(f"trainer ran out of memory; going on with micro-batch {self._micro_batch}")
-            else:
-                self._log(f"trainer ended with code {code}; starting it again in {pause_seconds:.0f} s")
+                self._micro_batch = max(1, self._sequences_at_once // 2)
+                problem = f"out of memory; going on with micro-batch {self._micro_batch}"
+            self._sent = None
+            pause_seconds = min(RESTART_SECONDS_MIN * 2 ** (self._failures - 1), RESTART_SECONDS_MAX)
+            self._log(f"trainer: {problem}; starting it again in {pause_seconds:.0f} s")
             self._on_change()
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), pause_seconds)
-            pause_seconds = min(2 * pause_seconds, RESTART_SECONDS_MAX)
+
+    def _is_hopeless(self, code: int) -> bool:
+        """Whether the same would happen again: what was never able to train is for the person at the machine."""
+        if self._rounds_done:
+            return False
+        too_large = code == EXIT_OUT_OF_MEMORY and self._sequences_at_once == 1
+        return code == EXIT_USAGE or too_large or self._failures >= FAILURES_MAX
+
+    @property
+    def _sequences_at_once(self) -> int:
+        return self._micro_batch or (self._sent.batch_sequences if self._sent is not None else 1)
 
     async def _unpaused(self) -> None:
         while self.paused:
@@ -193,7 +224,9 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         command += ["--micro-batch", str(self._micro_batch)] if self._micro_batch else []
         for prefix in options.allow_sources:
             command += ["--allow-source", prefix]
-        with (self._run_dir / "trainer.log").open("ab") as log:
+        path = self._run_dir / "trainer.log"
+        full = path.exists() and path.stat().st_size > LOG_BYTES_MAX
+        with path.open("wb" if full else "ab") as log:
             # Its own session: Ctrl-C in the terminal is the peer's to handle.
             return await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -212,3 +245,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         except TimeoutError:
             process.kill()
             await process.wait()
+
+
+def _end_of_process(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"ended with code {code}"

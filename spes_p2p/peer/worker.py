@@ -93,6 +93,7 @@ class Worker:
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
         self._job: asyncio.Task[Result] | None = None
+        self._closed = False
 
     async def check(self, peer: str, sections: tuple[Section, ...]) -> Verdict:
         """Verdict on a contribution whose blobs are in the store. Raises `UserError` if the worker fails."""
@@ -109,9 +110,11 @@ class Worker:
         return (await self._run(Job(apply=ApplyJob(round=-1, step=0, counted=())))).root
 
     async def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """End the process, whatever it is doing; it takes no more jobs."""
+        self._closed = True
         if self._job is not None:
             self._job.cancel()
+            await asyncio.gather(self._job, return_exceptions=True)
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
@@ -123,6 +126,9 @@ class Worker:
 
     async def _run(self, job: Job) -> Result:
         await self._lock.acquire()
+        if self._closed:
+            self._lock.release()
+            raise UserError("this peer is ending")
         # A job that has begun is carried through even if nobody waits for it any more: half an answer would be taken
         # for the next job's.
         self._job = asyncio.create_task(self._exchange_twice(encode(job)))
