@@ -1,0 +1,1 @@
+"""The MoE language model on torch: its mathematics, losses, optimiser, export and held-out measure."""

@@ -90,8 +90,9 @@ def describe(error: Exception) -> tuple[str, str, int]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # On the CPU torch's allocator has no error class of its own.
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    # Only torch's CUDA allocator has an error class of its own; the CPU's and the libraries' are told by their words.
+    words = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 class Trainer:
@@ -113,8 +114,8 @@ class Trainer:
         specs = tensor_specs(model, groups)
         self._shapes = {spec.name: spec.shape for spec in specs}
         self._sections = {spec.name: spec.section for spec in specs}
-        remove_unfinished(self._run.optim_dir)
         self._state = load_state(self._run.optim_dir, self._shapes, self._device)
+        self._clear_leftovers()
         compute_dtype = torch.float32 if wanted == "cpu" else torch.bfloat16
         self._model = MoE(model, groups, (), compute_dtype, device=self._device, recompute=options.recompute)
         with _reading_data():
@@ -127,6 +128,15 @@ class Trainer:
                 cache_bytes_max=options.cache_bytes_max,
                 report=self._report_data,
             )
+
+    def _clear_leftovers(self) -> None:
+        """Remove what a killed trainer left half-done: all but the pending contribution's blobs."""
+        remove_unfinished(self._run.optim_dir)
+        pending = self._state.pending
+        kept = {section.path for section in pending.done.sections} if pending else set()
+        for path in self._run.out_dir.iterdir():
+            if str(path) not in kept:
+                path.unlink()
 
     def run(self) -> None:
         """Train the rounds that the peer asks for. Raises `StoppedError`, `DataError` and whatever else goes wrong."""

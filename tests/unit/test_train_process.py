@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import resource
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +24,14 @@ from spes_p2p.model.optim import Moments, make_adamw, moments_of
 from spes_p2p.store.rundir import RunDir
 from spes_p2p.train.loop import RoundPlan, train_round
 from spes_p2p.train.state import TrainerState, load_state
-from spes_p2p.train.trainer import EXIT_MEMORY, Options, work
+from spes_p2p.train.trainer import EXIT_MEMORY, DataError, Options, describe, work
 from spes_protocols import control_pb2 as pb
+from spes_protocols.errors import UserError
 from tests.unit.model_support import GROUPS, MODEL
 from tests.unit.train_support import EPOCH, EVENT_SECONDS, FakePeer, make_run, round_task, start_trainer, write_state
 
 SPECS = {spec.name: spec for spec in tensor_specs(MODEL, GROUPS)}
+Arrays = dict[str, FloatArray]
 SHAPES = {name: spec.shape for name, spec in SPECS.items()}
 
 
@@ -59,13 +64,26 @@ def start(run: RunDir, peer: FakePeer, tmp_path: Path) -> Iterator[Start]:
         process.communicate(timeout=EVENT_SECONDS)
 
 
+def options(run: RunDir, directory: Path) -> Options:
+    return Options(
+        socket=directory / "s",
+        run_dir=run.path,
+        threads=1,
+        device="cpu",
+        micro_batch=None,
+        recompute=False,
+        allow_sources=(directory.as_uri(),),
+        cache_bytes_max=1 << 30,
+    )
+
+
 def saved(run: RunDir) -> TrainerState:
     return load_state(run.optim_dir, SHAPES, torch.device("cpu"))
 
 
 def trained(
-    run: RunDir, task: pb.TrainRound, start: dict[str, FloatArray], moments: dict[str, Moments]
-) -> tuple[dict[str, FloatArray], dict[str, Moments]]:
+    run: RunDir, task: pb.TrainRound, start: Arrays, moments: dict[str, Moments]
+) -> tuple[Arrays, dict[str, Moments]]:
     """What the trainer must arrive at: the same loop, here, from the weights `start`."""
     torch.set_num_threads(1)
     record = run.manifest.record
@@ -90,7 +108,7 @@ def trained(
     return {name: p.detach().numpy() for name, p in moe.trainable().items()}, moments_of(moe, adamw)
 
 
-def decoded(done: pb.RoundDone) -> dict[str, FloatArray]:
+def decoded(done: pb.RoundDone) -> Arrays:
     """What everybody reads in a contribution's blobs."""
     arrays = {}
     for section in done.sections:
@@ -98,97 +116,123 @@ def decoded(done: pb.RoundDone) -> dict[str, FloatArray]:
     return arrays
 
 
-def assert_equal(found: dict[str, FloatArray], expected: dict[str, FloatArray]) -> None:
+def assert_equal(found: Mapping[str, FloatArray], expected: Mapping[str, FloatArray]) -> None:
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert np.array_equal(found[name], values), name
 
 
+SHARED_NAMES = {name for name, spec in SPECS.items() if spec.section == "shared"}
+
+
+def group_names(group: int) -> set[str]:
+    return {name for name, spec in SPECS.items() if spec.section == f"group/{group}"}
+
+
+def pick(arrays: Mapping[str, FloatArray], names: set[str]) -> Arrays:
+    return {name: arrays[name] for name in names}
+
+
+def minus(left: Mapping[str, FloatArray], right: Mapping[str, FloatArray]) -> Arrays:
+    """Over the names of `left`."""
+    return {name: left[name] - right[name] for name in left}
+
+
+def check_first_round(run: RunDir, task: pb.TrainRound, done: pb.RoundDone, state: Arrays) -> dict[str, Moments]:
+    """The blobs say W' - S_0, and the residuals of both outcomes lie on disk. Returns the moments."""
+    assert [(section.name, section.codec) for section in done.sections] == [("shared", "int4"), ("group/0", "int8")]
+    assert (done.round, done.steps, done.tokens) == (0, 3, 3 * 4 * MODEL.sequence_length)
+    weights, moments = trained(run, task, state, {})
+    delta, q, found = minus(weights, state), decoded(done), saved(run)
+    assert all(np.any(q[name]) for name in delta)
+    assert_equal(found.pending.counted, minus(delta, q))
+    assert_equal(pick(found.residuals, group_names(0)), pick(delta, group_names(0)))
+    assert not any(np.any(found.residuals[name]) for name in SHARED_NAMES)
+    return moments
+
+
 @pytest.mark.processes
-def test_rounds_outcomes_and_kill_9(run: RunDir, peer: FakePeer, start: Start) -> None:
-    states = [write_state(run, number) for number in range(4)]
-    owned = {name for name, spec in SPECS.items() if spec.section == "group/0"}
-    shared = {name for name, spec in SPECS.items() if spec.section == "shared"}
+def test_kill_9_after_a_round(run: RunDir, peer: FakePeer, start: Start) -> None:
+    states = [write_state(run, number) for number in range(2)]
     process = start()
     ready = peer.event("ready")
     assert (ready.has_pending, ready.pid, ready.device) == (False, process.pid, "cpu")
-
-    # Round 0, from S_0: the blobs say W' - S_0, and both outcomes lie on disk before the answer comes.
     task_0 = round_task(run, 0, [0])
     peer.tell(train=task_0)
     done_0 = peer.event("round_done")
     process.kill()
     process.communicate(timeout=EVENT_SECONDS)
-    assert [(s.name, s.codec) for s in done_0.sections] == [("shared", "int4"), ("group/0", "int8")]
-    assert (done_0.round, done_0.steps, done_0.tokens) == (0, 3, 3 * 4 * MODEL.sequence_length)
-    weights, moments = trained(run, task_0, states[0], {})
-    delta_0 = {name: values - states[0][name] for name, values in weights.items()}
-    q_0 = decoded(done_0)
-    after_0 = saved(run)
-    assert_equal(dict(after_0.pending.counted), {name: delta_0[name] - q_0[name] for name in delta_0})
-    assert_equal(
-        after_0.residuals,
-        {name: delta_0[name] if name in owned else np.zeros(SHAPES[name], np.float32) for name in delta_0},
-    )
-    assert all(np.any(q_0[name]) for name in delta_0)
+    moments = check_first_round(run, task_0, done_0, states[0])
+    d_0 = pick(saved(run).pending.counted, group_names(0))
 
     # Its successor knows what is pending and, asked for the same round, does not train again.
+    (run.out_dir / "0-group-1.safetensors").write_bytes(b"half of a blob")
     process = start()
     ready = peer.event("ready")
     assert (ready.has_pending, ready.pending_round, ready.pending_epoch) == (True, 0, EPOCH)
     peer.tell(train=task_0)
     assert peer.event("round_done") == done_0
+    assert {str(path) for path in run.out_dir.iterdir()} == {section.path for section in done_0.sections}
 
-    # Round 1 after the owned group alone counted: W = S_1 + (W' - S_0 - q), the shared residual stays zero.
+    # Of round 0 the owned group alone counted: W = S_1 + (W' - S_0 - q), and the shared residual stays zero.
     task_1 = round_task(run, 1, [0], has_outcome=True, outcome_round=0, outcome=pb.COUNTED, counted=["group/0"])
     peer.tell(train=task_1)
-    done_1 = peer.event("round_done")
-    weights_1 = {**states[1], **{name: states[1][name] + (delta_0[name] - q_0[name]) for name in owned}}
-    weights, moments = trained(run, task_1, weights_1, moments)
-    delta_1 = {name: values - states[1][name] for name, values in weights.items()}
-    after_1 = saved(run)
-    assert_equal({name: after_1.residuals[name] for name in owned}, {name: delta_1[name] for name in owned})
-    assert not any(np.any(after_1.residuals[name]) for name in shared)
-    assert not any(Path(section.path).exists() for section in done_0.sections)
-
-    # Round 2 after everything counted, and group 2 instead of group 0: group 0 is forgotten, group 2 starts from S_2.
-    q_1 = decoded(done_1)
-    e_1 = {name: delta_1[name] - q_1[name] for name in shared}
-    task_2 = round_task(
-        run, 2, [2], has_outcome=True, outcome_round=1, outcome=pb.COUNTED, counted=["shared", "group/0"]
-    )
-    peer.tell(train=task_2)
-    done_2 = peer.event("round_done")
-    weights, moments_2 = trained(run, task_2, states[2], {name: moments[name] for name in shared})
-    delta_2 = {name: values - states[2][name] for name, values in weights.items()}
-    after_2 = saved(run)
-    assert {SPECS[name].section for name in after_2.residuals} == {"shared", "group/2"}
-    assert_equal({name: after_2.residuals[name] for name in shared}, e_1)
-    q_2 = decoded(done_2)
-    assert_equal(
-        {name: after_2.pending.counted[name] for name in shared},
-        {name: (delta_2[name] + e_1[name]) - q_2[name] for name in shared},
-    )
-    assert {SPECS[n].section: m.steps for n, m in after_2.moments.items()} == {"shared": 9, "group/2": 3}
-
-    # Round 3 without an outcome: missed. The owner goes on from its exact weights, e stays.
-    task_3 = round_task(run, 3, [2])
-    peer.tell(train=task_3)
     peer.event("round_done")
-    group_2 = {name for name, spec in SPECS.items() if spec.section == "group/2"}
-    weights_3 = {**states[3], **{name: states[3][name] + delta_2[name] for name in group_2}}
-    weights, _ = trained(run, task_3, weights_3, moments_2)
-    after_3 = saved(run)
-    assert_equal(
-        {name: after_3.residuals[name] for name in group_2},
-        {name: weights[name] - states[3][name] for name in group_2},
-    )
-    assert_equal({name: after_3.residuals[name] for name in shared}, e_1)
+    exact = {name: states[1][name] + d_0[name] for name in group_names(0)}
+    weights, _ = trained(run, task_1, states[1] | exact, moments)
+    found = saved(run)
+    assert_equal(pick(found.residuals, group_names(0)), minus(pick(weights, group_names(0)), states[1]))
+    assert not any(np.any(found.residuals[name]) for name in SHARED_NAMES)
+    assert not any(Path(section.path).exists() for section in done_0.sections)
 
     peer.tell(stop=pb.Stop())
     _, errors = process.communicate(timeout=EVENT_SECONDS)
-    assert process.returncode == 0
-    assert "Traceback" not in errors
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_outcomes_and_a_change_of_groups(run: RunDir, peer: FakePeer, tmp_path: Path) -> None:
+    states = [write_state(run, number) for number in range(4)]
+    tasks = [
+        round_task(run, 0, [0], steps=1),
+        round_task(
+            run, 1, [2], steps=1, has_outcome=True, outcome_round=0, outcome=pb.COUNTED, counted=["shared", "group/0"]
+        ),
+        round_task(run, 2, [2], steps=1),
+        round_task(run, 3, [2], steps=1, has_outcome=True, outcome_round=2, outcome=pb.REFUSED),
+    ]
+    after: list[TrainerState] = []
+    done: list[pb.RoundDone] = []
+    q: list[Arrays] = []
+    with serving(run, tmp_path):
+        peer.event("ready")
+        for task in tasks:
+            peer.tell(train=task)
+            done.append(peer.event("round_done"))
+            after.append(saved(run))
+            q.append(decoded(done[-1]))
+        peer.tell(stop=pb.Stop())
+
+    # Everything of round 0 counted: e goes out with the next delta; group 0 is forgotten, group 2 starts from S_1.
+    weights_0, moments_0 = trained(run, tasks[0], states[0], {})
+    e = minus(pick(minus(weights_0, states[0]), SHARED_NAMES), q[0])
+    assert_equal(pick(after[1].residuals, SHARED_NAMES), e)
+    assert {SPECS[name].section for name in after[1].residuals} == {"shared", "group/2"}
+    assert {SPECS[n].section: m.steps for n, m in after[1].moments.items()} == {"shared": 2, "group/2": 1}
+    weights_1, moments_1 = trained(run, tasks[1], states[1], {name: moments_0[name] for name in SHARED_NAMES})
+    delta_1 = minus(weights_1, states[1])
+    sent = {name: delta_1[name] + e[name] for name in SHARED_NAMES}
+    assert_equal(pick(after[1].pending.counted, SHARED_NAMES), minus(sent, q[1]))
+
+    # Nobody says anything of round 1: missed. The owner goes on from its exact weights, e stays.
+    exact = {name: states[2][name] + delta_1[name] for name in group_names(2)}
+    weights_2, moments_2 = trained(run, tasks[2], states[2] | exact, moments_1)
+    assert_equal(pick(after[2].residuals, group_names(2)), minus(pick(weights_2, group_names(2)), states[2]))
+    assert_equal(pick(after[2].residuals, SHARED_NAMES), e)
+
+    # Round 2 is refused: the owner goes on from the ledger's weights, e stays.
+    weights_3, _ = trained(run, tasks[3], states[3], moments_2)
+    assert_equal(pick(after[3].residuals, group_names(2)), minus(pick(weights_3, group_names(2)), states[3]))
+    assert_equal(pick(after[3].residuals, SHARED_NAMES), e)
 
 
 @pytest.mark.processes
@@ -226,20 +270,19 @@ def test_cut_stop_and_a_dead_peer(run: RunDir, peer: FakePeer, start: Start) -> 
     assert saved(run).pending.task.round == 1
 
 
+@contextlib.contextmanager
+def serving(run: RunDir, directory: Path) -> Iterator[None]:
+    """A trainer in a thread of this process; the block must make it end well."""
+    result: queue.SimpleQueue[int] = queue.SimpleQueue()
+    threading.Thread(target=lambda: result.put(work(options(run, directory))), daemon=True).start()
+    yield
+    assert result.get(timeout=EVENT_SECONDS) == 0
+
+
 def failure(run: RunDir, peer: FakePeer, directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[pb.Failed, int]:
     """What a trainer, here in this process, says and returns when its first round cannot be trained."""
     peer.tell_next(train=round_task(run, 0, [0]))
-    options = Options(
-        socket=directory / "s",
-        run_dir=run.path,
-        threads=1,
-        device="cpu",
-        micro_batch=None,
-        recompute=False,
-        allow_sources=(directory.as_uri(),),
-        cache_bytes_max=1 << 30,
-    )
-    exit_code = work(options)
+    exit_code = work(options(run, directory))
     peer.event("ready")
     failed = peer.event("failed")
     assert "\n" not in failed.message
@@ -271,6 +314,23 @@ def test_a_global_state_that_is_damaged(
     failed, exit_code = failure(run, peer, tmp_path, capsys)
     assert (failed.kind, exit_code) == ("other", 1)
     assert str(path) in failed.message
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "exit_code"),
+    [
+        (MemoryError(), "memory", EXIT_MEMORY),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "memory", EXIT_MEMORY),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "memory", 75),
+        (DataError("shard x is gone"), "data", 2),
+        (UserError("disk full"), "other", 2),
+        (KeyError("model.norm.weight"), "other", 1),
+    ],
+)
+def test_what_ended_a_trainer_has_a_kind_and_an_exit_code(error: Exception, kind: str, exit_code: int) -> None:
+    found_kind, message, found_code = describe(error)
+    assert (found_kind, found_code) == (kind, exit_code)
+    assert message
 
 
 @pytest.mark.processes
