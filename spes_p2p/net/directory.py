@@ -109,7 +109,6 @@ class Directory:
         ids = [parse_address(peer)[1] if peer.startswith("/") else peer for peer in peers]
         self = cls(transport, identity, ids)
         await self._set_clock()
-        transport.handle("time", self._tell_time)
         self._p2p = await self._attach()
         try:
             self._node = await DHTNode.create(
@@ -134,6 +133,7 @@ class Directory:
         except BaseException:
             await self.close()
             raise
+        transport.handle("time", self._tell_time)
         return self
 
     def now(self) -> float:

@@ -19,7 +19,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from spes_p2p.net.directory import run_key
+from spes_p2p.net.directory import Directory, run_key
 from spes_p2p.net.validator import Ed25519Validator
 from spes_protocols.errors import NetworkError
 from tests.net.helpers import Net, Node, Standing, net_test, stand, standing_test, until
@@ -240,8 +240,13 @@ async def test_a_record_is_published_again_and_again(*nodes: Node) -> None:
 @net_test
 async def test_joining_through_a_peer_without_a_directory_says_so(net: Net) -> None:
     first = await net.node()
+    second = await net.node([await first.address()])
     with pytest.raises(NetworkError, match="no answer from the directory"):
-        await net.node([await first.address()], directory=True)
+        await Directory.create(second.transport, second.identity, [first.peer_id])
+    first.directory = await Directory.create(first.transport, first.identity)
+    second.directory = await Directory.create(second.transport, second.identity, [first.peer_id])
+    await first.dht.publish(KEY, b"now it is there", 60)
+    assert await second.dht.lookup(KEY) == [b"now it is there"]
 
 
 @net_test
