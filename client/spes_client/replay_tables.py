@@ -1,0 +1,142 @@
+"""Tables of `spes-replay` for people: the rounds of a log, one round, two states compared."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from spes_client.ui import bytes_text, count_text, one_line, pairs_table, short_peer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from spes_p2p.replay.show import Given, Row
+    from spes_p2p.replay.what_if import Result
+
+_OWNERS_SHOWN = 6
+
+
+def overview(rows: Sequence[Row]) -> Table:
+    """A line for each record of the ledger."""
+    table = _table("round", "counted", "tokens", "loss", "norm shared", "norm groups", "bytes", "votes", "view")
+    table.add_column("refused")
+    table.add_column("owners of groups")
+    table.add_column("state after")
+    for row in rows:
+        cells = _commit_cells(row) if row.kind == "commit" else [""] * 8
+        name = f"{row.round}" if row.in_force else f"({row.round})"
+        refused = ", ".join(f"{short_peer(g.peer)} {g.refused}" for g in row.given if g.refused)
+        note = refused if row.kind == "commit" else f"{row.kind} by {short_peer(row.signer)}"
+        table.add_row(name, *cells, note, _owners(row), row.state_root.hex()[:12])
+    return table
+
+
+def _commit_cells(row: Row) -> list[str]:
+    counted = [g for g in row.given if not g.refused]
+    return [
+        f"{len(counted)} of {len(row.members)}",
+        count_text(row.tokens),
+        "" if row.loss is None else f"{row.loss:.3f}",
+        _median_norm(counted, shared=True),
+        _median_norm(counted, shared=False),
+        bytes_text(row.bytes),
+        f"{row.votes} of {row.votes_total}",
+        str(row.view),
+    ]
+
+
+def _median_norm(counted: Sequence[Given], *, shared: bool) -> str:
+    """The median over the sections of a kind, as far as their blobs are here."""
+    norms = [p.norm for g in counted for p in g.parts if (p.section == "shared") == shared and p.norm is not None]
+    return f"{statistics.median(norms):.3g}" if norms else "-"
+
+
+def _owners(row: Row) -> str:
+    owners = [(peer, groups) for peer, groups in row.members.items() if groups]
+    shown = [f"{short_peer(peer)} {','.join(map(str, groups))}" for peer, groups in owners[:_OWNERS_SHOWN]]
+    more = [f"and {len(owners) - _OWNERS_SHOWN} more"] if len(owners) > _OWNERS_SHOWN else []
+    return "  ".join(shown + more)
+
+
+def details(rows: Sequence[Row]) -> list[RenderableType]:
+    """Everything about the records of one round."""
+    pictures: list[RenderableType] = []
+    for row in rows:
+        pictures.append(pairs_table(_pairs(row)))
+        pictures.append(_members(row))
+        if row.given:
+            pictures.append(_contributions(row))
+    return pictures
+
+
+def _pairs(row: Row) -> list[tuple[str, str]]:
+    pairs = [
+        (row.kind, row.id.hex()),
+        ("round", f"{row.round}" if row.in_force else f"{row.round}, taken back by a later reset"),
+        ("follows", row.parent.hex()),
+        ("epoch", row.epoch.hex()),
+        ("state after", row.state_root.hex()),
+    ]
+    if row.kind != "commit":
+        return pairs + [("signed by", row.signer)] + ([("reason", row.reason)] if row.reason else [])
+    pairs.append(("votes", f"{row.votes} of {row.votes_total}, view {row.view}"))
+    for name, peers in (("voters", row.voters), ("claims", row.claims), ("releases", row.releases)):
+        pairs.append((name, ", ".join(map(short_peer, peers)) or "none"))
+    return [*pairs, ("orders", ", ".join(row.orders) or "none")]
+
+
+def _members(row: Row) -> Table:
+    table = _table()
+    table.add_column("member", no_wrap=True)
+    table.add_column("groups")
+    for peer, groups in row.members.items():
+        table.add_row(peer, ",".join(map(str, groups)) or "standby")
+    return table
+
+
+def _contributions(row: Row) -> Table:
+    table = _table()
+    for column in ("contribution of", "outcome", "section", "codec"):
+        table.add_column(column, no_wrap=True)
+    for column in ("tokens", "steps", "loss", "bytes", "norm"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("blob", no_wrap=True)
+    for given in row.given:
+        outcome = f"refused: {given.refused}" if given.refused else "counted"
+        first = [short_peer(given.peer), outcome]
+        figures = [count_text(given.tokens), str(given.steps), f"{given.loss:.3f}"]
+        for part in given.parts:
+            norm = "-" if part.norm is None else f"{part.norm:.4g}"
+            size = bytes_text(part.bytes)
+            table.add_row(*first, part.section, part.codec, *figures, size, norm, part.blob.hex()[:16])
+            first, figures = ["", ""], ["", "", ""]
+    return table
+
+
+def comparison(actual: Result, changed: Result) -> Table:
+    """What a round gave beside what it would have given."""
+    table = _table()
+    table.add_column("")
+    table.add_column("counted", justify="right")
+    for column in ("merge strength", "held-out bits per byte", "difference"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("state root", no_wrap=True)
+    for name, result in (("as it was", actual), ("with the change", changed)):
+        merge = "none" if result.merge_alpha is None else f"{result.merge_alpha:.4g}"
+        difference = "" if result is actual else f"{result.bits_per_byte - actual.bits_per_byte:+.6f}"
+        loss = f"{result.bits_per_byte:.6f}"
+        table.add_row(name, str(len(result.peers)), merge, loss, difference, result.state_root.hex()[:16])
+    return table
+
+
+def _table(*numbers: str) -> Table:
+    """A plain table; `numbers` are columns of figures."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in numbers:
+        table.add_column(one_line(name), justify="right", no_wrap=True)
+    return table

@@ -1,0 +1,44 @@
+"""`spes-replay fetch`, the part without a network: which blobs a log should have, and which of them it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spes_p2p.replay.log import Log, checked_by_blob
+from spes_p2p.store.blobs import BlobStore
+from spes_protocols.messages import Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A blob that some commit rests on: its round and whose it is. `refused` blobs serve to check a refusal only."""
+
+    round: int
+    sender: str
+    section: Section
+    refused: bool
+
+
+def wanted_blobs(log: Log) -> list[Wanted]:
+    """Every blob that the ledger names, once, in the order of its rounds. Raises `IntegrityError` as `Log.walk`."""
+    wanted: dict[bytes, Wanted] = {}
+    for step in log.walk():
+        if step.value is None:
+            continue
+        for claimed, header in checked_by_blob(step.value):
+            for section in header.record.sections:
+                item = Wanted(
+                    round=step.before.round, sender=header.signer, section=section, refused=claimed is not None
+                )
+                wanted.setdefault(section.blob, item)
+    return list(wanted.values())
+
+
+def missing_blobs(wanted: list[Wanted], blobs: BlobStore) -> list[Wanted]:
+    """Those that the log lacks; a blob that is there counts, `spes-replay verify` will say if it is wrong."""
+    return [item for item in wanted if not blobs.has(item.section.blob)]
+
+
+def first_whole_round(wanted: list[Wanted], blobs: BlobStore) -> int:
+    """The round from which on no counted blob is missing: a snapshot of it or a later one makes the log verifiable."""
+    return max((item.round + 1 for item in missing_blobs(wanted, blobs) if not item.refused), default=0)

@@ -1,0 +1,58 @@
+"""The log of a run as replay reads it: nothing is believed before `walk` has checked it (SPEC 5.9).
+
+Everything in this package goes through `open_ledger` and `Log`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from spes_p2p.core.ladder import BLOB_CHECKS
+from spes_p2p.store.chain import Chain, Step
+from spes_p2p.store.ledger_db import LedgerDB
+from spes_p2p.store.rundir import RunDir
+from spes_protocols.errors import IntegrityError, UserError
+from spes_protocols.manifest import Manifest
+from spes_protocols.messages import Header, Signed, VerifiedSet
+
+Report = Callable[[str, float], None]
+"""(what is under way, share done from 0 to 1, or negative where that is unknown)."""
+
+
+class Log(Chain):
+    """A stored chain that is read only in `walk`, record by record; it has no head and takes nothing in."""
+
+    def __init__(self, manifest: Manifest, run_id: bytes, db: LedgerDB) -> None:
+        self.manifest = manifest
+        self.run_id = run_id
+        self.db = db
+
+    def commits_in_force(self, first: int, last: int) -> Iterator[Step]:
+        """The commits of rounds first to last - 1 that no reset took back. Raises `IntegrityError` as `walk` does."""
+        for step in self.walk():
+            wanted = step.commit is not None and first <= step.before.round < last
+            if wanted and self.db.commit(step.before.round) == step.data:
+                yield step
+
+
+@contextlib.contextmanager
+def open_ledger(run: RunDir) -> Iterator[LedgerDB]:
+    """The ledger of a run that is there already.
+
+    Raises `UserError` if the run has none, `IntegrityError` if the file is damaged: an empty one too, which would be
+    taken for a new ledger.
+    """
+    path = run.ledger_path
+    if not path.exists():
+        raise UserError(f"{run.path} has no {path.name}; fetch the log with: spes-replay fetch --peer ADDR DIR")
+    if path.stat().st_size == 0:
+        raise IntegrityError("ledger", str(path), "the file is empty; fetch the log again with: spes-replay fetch")
+    with LedgerDB(path) as db:
+        yield db
+
+
+def checked_by_blob(value: VerifiedSet) -> list[tuple[str | None, Signed[Header]]]:
+    """(claimed refusal or None, header) of every contribution in a set whose blobs decide about it (SPEC 7.3)."""
+    counted: list[tuple[str | None, Signed[Header]]] = [(None, header) for header in value.headers]
+    return counted + [(check, header) for check, header in value.refused if check in BLOB_CHECKS]

@@ -1,0 +1,167 @@
+"""`spes-replay show`: the rounds of a log as rows, every record checked, blobs only where they are there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spes_p2p.delta.contributions import check_blobs
+from spes_p2p.replay.log import Log, Report, open_ledger
+from spes_p2p.store.blobs import BlobStore
+from spes_p2p.store.chain import Step
+from spes_p2p.store.rundir import RunDir
+from spes_protocols.manifest import Manifest
+from spes_protocols.messages import Header, Reset, Section, Signed
+
+_MICRO = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One section of a contribution: bytes of its blob, and the norm of what it decodes to, None without the blob."""
+
+    section: str
+    codec: str
+    blob: bytes
+    bytes: int
+    norm: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """One contribution; `refused` is the check that it was refused for, empty if it counted. Loss in nats per token."""
+
+    peer: str
+    refused: str
+    tokens: int
+    steps: int
+    loss: float
+    bytes: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A commit, or an opening record (`kind` "start" or "reset"), which has no contributions and no votes.
+
+    `members` maps each member of the round to its groups. `state_root` is the state after the record, `votes` of
+    `votes_total` groups signed it. `in_force` is False for a commit that a later reset took back.
+    """
+
+    kind: str
+    round: int
+    id: bytes
+    parent: bytes
+    epoch: bytes
+    state_root: bytes
+    in_force: bool
+    members: dict[str, tuple[int, ...]]
+    given: tuple[Given, ...] = ()
+    tokens: int = 0
+    loss: float | None = None
+    bytes: int = 0
+    claims: tuple[str, ...] = ()
+    releases: tuple[str, ...] = ()
+    orders: tuple[str, ...] = ()
+    view: int = 0
+    voters: tuple[str, ...] = ()
+    votes: int = 0
+    votes_total: int = 0
+    signer: str = ""
+    reason: str = ""
+
+
+def rows(run: RunDir, *, only_round: int | None = None, report: Report = lambda what, share: None) -> Iterator[Row]:
+    """The rows of a log in the order of its ledger, or those of one round. Raises `IntegrityError` as `Log.walk`."""
+    manifest, blobs = run.manifest.record, run.blobs()
+    with open_ledger(run) as db:
+        length = max(1, db.length())
+        for position, step in enumerate(Log(manifest, run.run_id, db).walk()):
+            report(f"reading round {step.before.round}", position / length)
+            if only_round is not None and step.before.round != only_round:
+                continue
+            if step.commit is None:
+                yield _opening_row(step)
+            else:
+                yield _commit_row(manifest, blobs, step, in_force=db.commit(step.before.round) == step.data)
+
+
+def _opening_row(step: Step) -> Row:
+    assert step.opening is not None
+    record = step.opening.record
+    return Row(
+        kind=step.kind,
+        round=record.round,
+        id=step.after.id,
+        parent=record.parent,
+        epoch=step.after.epoch,
+        state_root=record.state_root,
+        in_force=True,
+        members={m.peer: m.groups for m in record.members},
+        signer=step.opening.signer,
+        reason=record.reason if isinstance(record, Reset) else "",
+    )
+
+
+def _commit_row(manifest: Manifest, blobs: BlobStore, step: Step, *, in_force: bool) -> Row:
+    assert step.commit is not None
+    assert step.value is not None
+    value, before, body = step.value, step.before, step.commit.body
+    voters = tuple(vote.signer for vote in step.votes)
+    pairs = [("", header) for header in value.headers] + list(value.refused)
+    given = tuple(_given(manifest, blobs, refused, header) for refused, header in pairs)
+    counted = [g for g in given if not g.refused]
+    tokens = sum(g.tokens for g in counted)
+    electorate = before.electorate
+    return Row(
+        kind="commit",
+        round=before.round,
+        id=step.after.id,
+        parent=body.parent,
+        epoch=body.epoch,
+        state_root=body.state_root,
+        in_force=in_force,
+        members={m.peer: m.groups for m in before.members},
+        given=given,
+        tokens=tokens,
+        loss=sum(g.loss * g.tokens for g in counted) / tokens if tokens else None,
+        bytes=sum(g.bytes for g in given),
+        claims=tuple(claim.signer for claim in value.claims),
+        releases=tuple(release.signer for release in value.releases),
+        orders=tuple(order.record.KIND for order in value.orders),
+        view=step.commit.view,
+        voters=voters,
+        votes=electorate.weight(voters),
+        votes_total=electorate.total,
+    )
+
+
+def _given(manifest: Manifest, blobs: BlobStore, refused: str, header: Signed[Header]) -> Given:
+    record = header.record
+    parts = tuple(
+        Part(
+            section=section.name,
+            codec=section.codec,
+            blob=section.blob,
+            bytes=section.size,
+            norm=_norm(manifest, blobs, header.signer, section),
+        )
+        for section in record.sections
+    )
+    return Given(
+        peer=header.signer,
+        refused=refused,
+        tokens=record.tokens,
+        steps=record.steps,
+        loss=record.loss / _MICRO,
+        bytes=sum(part.bytes for part in parts),
+        parts=parts,
+    )
+
+
+def _norm(manifest: Manifest, blobs: BlobStore, peer: str, section: Section) -> float | None:
+    if not blobs.has(section.blob):
+        return None
+    verdict = check_blobs(manifest, peer, [section], blobs.path)
+    return math.sqrt(verdict.norms[0][1]) if verdict.norms else None
