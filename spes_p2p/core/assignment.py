@@ -2,7 +2,8 @@
 
 A run has one endless stream of positions. Member i of a round takes positions [cursor + i*Q, cursor + (i+1)*Q), with Q
 the round's quota of sequences. `locate` maps a position to a source and a sequence in it: blocks of `BLOCK` positions
-hold each source in proportion to its weight, and every pass over a source is a fresh permutation of it.
+hold each source in proportion to its weight, and every pass over a source is a fresh permutation of it. The permutation
+keeps within windows of `WINDOW` sequences, in permuted order, so that a round of a large run touches few shards.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from fractions import Fraction
 
 BLOCK = 1024
 """Positions per block of the mixture."""
+
+WINDOW = 65_536
+"""Sequences of a source that are shuffled among themselves."""
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 4
@@ -87,4 +91,14 @@ class Mixture:
             source += 1
         turn, index = divmod(block * self.shares[source] + slot, self.counts[source])
         key = mix64(self.seed ^ mix64((source << 48) ^ (turn + 1)))
-        return source, permute(index, self.counts[source], key)
+        return source, _shuffle(index, self.counts[source], key)
+
+
+def _shuffle(index: int, size: int, key: int) -> int:
+    """A permutation of range(size): whole windows in permuted order, then what is left, each shuffled within."""
+    windows, rest = divmod(size, WINDOW)
+    turn, place = divmod(index, WINDOW)
+    if turn == windows:
+        return windows * WINDOW + permute(place, rest, key)
+    window = permute(turn, windows, mix64(key))
+    return window * WINDOW + permute(place, WINDOW, key ^ mix64(window + 1))

@@ -88,7 +88,7 @@ async def run_start(raw: bytes, identity: Identity, peers: Sequence[str]) -> str
 
 
 async def run_reset(raw: bytes, identity: Identity, peers: Sequence[str], *, commit: bytes, reason: str) -> str:
-    """Go on from `commit` with the members of its table that answer now. Raises `UserError` if it is not in the ledger."""
+    """Go on from `commit` with the members of its table that answer. Raises `UserError` if the ledger lacks it."""
     async with _visit(raw, identity, peers) as visit:
         before = next((step.after for step in visit.chain.walk() if step.after.id == commit), None)
         if before is None:

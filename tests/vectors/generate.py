@@ -402,14 +402,14 @@ def snapshot_file() -> Any:
 
 
 def assignment_file() -> Any:
-    mixture = Mixture.of((1000, 30, 7), (0.7, 0.2, 0.1), MANIFEST.seed)
+    mixture = Mixture.of((200_000, 30, 7), (0.7, 0.2, 0.1), MANIFEST.seed)
     positions = (0, 1, 2, BLOCK - 1, BLOCK, 12_345, 10**6, 10**9)
     triples = ((0, 1, 1), (0, 2, 5), (1, 2, 5), (0, 1000, 42), (999, 1000, 42), (123_456, 10**6, 2**63))
     return {
         "mix64": [{"value": f"{value:016x}", "image": f"{mix64(value):016x}"} for value in (0, 1, 2**64 - 1)],
         "permutation_of_10_key_7": [permute(index, 10, 7) for index in range(10)],
         "permute": [{"index": i, "size": n, "key": k, "image": permute(i, n, k)} for i, n, k in triples],
-        "mixture": {"counts": [1000, 30, 7], "weights": [0.7, 0.2, 0.1], "seed": MANIFEST.seed,
+        "mixture": {"counts": [200_000, 30, 7], "weights": [0.7, 0.2, 0.1], "seed": MANIFEST.seed,
                     "shares": list(mixture.shares)},
         "locate": [
             {"position": position, "source": source, "sequence": sequence}
