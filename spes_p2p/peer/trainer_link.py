@@ -19,8 +19,8 @@ from spes_protocols import control_pb2, control_pb2_grpc
 
 RESTART_SECONDS_MIN = 1.0
 RESTART_SECONDS_MAX = 60.0
-STOP_SECONDS = 10.0
-"""How long a trainer may take over the step in hand before it is killed."""
+STOP_SECONDS = 5.0
+"""How long a trainer may take over the step in hand before it is killed, which loses that round's steps alone."""
 
 LOG_BYTES_MAX = 8 * 1024 * 1024
 """A log of the trainer longer than this is begun anew at its next start."""
