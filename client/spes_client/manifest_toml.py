@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_client.presets import FILL_IN
-from spes_protocols.codec import Matches, OneOf, Range, Size, from_plain, to_plain
+from spes_protocols.codec import Matches, OneOf, Range, Size, SizeOneOf, from_plain, to_plain
 from spes_protocols.errors import SchemaError, UserError
 from spes_protocols.manifest import Manifest
 
@@ -214,6 +214,8 @@ def _constraint(constraint: Any, inner: Any) -> str:
     if isinstance(constraint, Size):
         unit = "entries" if typing.get_origin(inner) is tuple else "bytes" if inner is bytes else "characters"
         return f"{_interval(constraint.low, constraint.high)} {unit}"
+    if isinstance(constraint, SizeOneOf):
+        return " or ".join(map(str, constraint.sizes)) + " bytes"
     if isinstance(constraint, OneOf):
         return "one of " + ", ".join(constraint.values)
     assert isinstance(constraint, Matches)

@@ -58,6 +58,17 @@ class Size:
 
 
 @dataclass(frozen=True)
+class SizeOneOf:
+    """A closed list of allowed lengths."""
+
+    sizes: tuple[int, ...]
+
+    def problem(self, value: Any) -> str | None:
+        """The allowed lengths in words, None if `value` has one of them."""
+        return None if len(value) in self.sizes else "a length of " + " or ".join(map(str, self.sizes))
+
+
+@dataclass(frozen=True)
 class OneOf:
     """A closed list of allowed values."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from spes_protocols.codec import Matches, Range, Size
+from spes_protocols.codec import Matches, Range, Size, SizeOneOf
 
 Digest = Annotated[bytes, Size(32, 32)]
 """A SHA-256 digest."""
 
-DigestOrNil = Annotated[bytes, Size(0, 32)]
+DigestOrNil = Annotated[bytes, SizeOneOf((0, 32))]
 """A SHA-256 digest, or no bytes for "none"."""
 
 PeerId = Annotated[str, Matches(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}", "a peer id, 12D3KooW and 44 base58 characters")]

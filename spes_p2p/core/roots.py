@@ -5,6 +5,7 @@ Leaves and inner nodes are hashed under different prefixes, so a leaf can never 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 from spes_protocols.codec import pack, sha256
@@ -15,7 +16,9 @@ LEAF_BYTES = 4 * 1024 * 1024
 
 def leaf_digest(data: bytes | memoryview) -> bytes:
     """Digest of one piece of a tensor's bytes (at most `LEAF_BYTES`, little-endian fp32)."""
-    return sha256(b"\x00" + data)
+    leaf = hashlib.sha256(b"\x00")
+    leaf.update(data)  # not concatenated: a leaf is large, and hashing it must not hold the interpreter
+    return leaf.digest()
 
 
 def merkle_root(leaves: Sequence[bytes]) -> bytes:
