@@ -26,15 +26,61 @@ CLOSE_SECONDS = 10.0
 """How long the last events may take to reach the peer."""
 
 
+class Inbox:
+    """What the peer asked for last: a round to train, a round to cut short, an end. Shared by two threads."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next: pb.TrainRound | None = None
+        self._asked: tuple[bytes, int] | None = None
+        self._cut_round: int | None = None
+        self._stopped = False
+
+    def put(self, task: pb.TrainerTask) -> None:
+        """Take a task in. A round that was not begun yet gives way to a later one: the peer has moved on."""
+        with self._changed:
+            kind = task.WhichOneof("task")
+            if kind == "train":
+                asked = (task.train.epoch, task.train.round)
+                if asked != self._asked:
+                    self._cut_round = None
+                self._next, self._asked = task.train, asked
+            elif kind == "cut":
+                self._cut_round = task.cut.round
+            else:
+                self._stopped = True
+            self._changed.notify_all()
+
+    def tasks(self) -> Iterator[pb.TrainRound]:
+        """The rounds to train, until the end."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or self._next is not None)
+                if self._stopped:
+                    return
+                task, self._next = self._next, None
+            assert task is not None
+            yield task
+
+    def should_cut(self, task: pb.TrainRound) -> bool:
+        """Whether a round is to be published as it stands: the peer said so, or asks for another one already."""
+        with self._changed:
+            return self._cut_round == task.round or self._asked != (task.epoch, task.round)
+
+    def check_stop(self) -> None:
+        """Raises `StoppedError` when the trainer is to end now, without publishing what it is at."""
+        with self._changed:
+            if self._stopped:
+                raise StoppedError
+
+
 class Link:
-    """One stream to the peer. All methods but the receiving thread's are for the main thread."""
+    """One stream to the peer: `inbox` fills by itself, events go out in the order they are sent."""
 
     def __init__(self, socket_path: Path) -> None:
+        self.inbox = Inbox()
         self._channel = grpc.insecure_channel(f"unix:{socket_path}")
         self._events: queue.SimpleQueue[pb.TrainerEvent | None] = queue.SimpleQueue()
-        self._tasks: queue.SimpleQueue[pb.TrainRound | None] = queue.SimpleQueue()
-        self._stopped = threading.Event()
-        self._cut_round = -1
         self._progress_sent = 0.0
         stream = control_pb2_grpc.TrainingStub(self._channel).Work(iter(self._events.get, None))
         self._receiver = threading.Thread(target=self._receive, args=(stream,), name="tasks", daemon=True)
@@ -43,31 +89,10 @@ class Link:
     def _receive(self, stream: Any) -> None:
         try:
             for task in stream:
-                kind = task.WhichOneof("task")
-                if kind == "train":
-                    self._tasks.put(task.train)
-                elif kind == "cut":
-                    self._cut_round = task.cut.round
-                else:
-                    break
+                self.inbox.put(task)
         except grpc.RpcError:
             pass  # the peer is gone: the same as an orderly end
-        self._stopped.set()
-        self._tasks.put(None)
-
-    def tasks(self) -> Iterator[pb.TrainRound]:
-        """The rounds to train, until the peer says stop or is gone."""
-        while (task := self._tasks.get()) is not None:
-            yield task
-
-    def should_cut(self, round_number: int) -> bool:
-        """Whether this round is to be published as it stands: the peer said so, or already asks for the next one."""
-        return self._cut_round == round_number or not self._tasks.empty()
-
-    def check_stop(self) -> None:
-        """Raises `StoppedError` when the trainer is to end now, without publishing what it is at."""
-        if self._stopped.is_set():
-            raise StoppedError
+        self.inbox.put(pb.TrainerTask(stop=pb.Stop()))
 
     def send(
         self,

@@ -152,7 +152,7 @@ class Trainer:
         )
         with _reading_data():
             self._data.prepare()
-        for task in self._link.tasks():
+        for task in self._link.inbox.tasks():
             done = self._finished_before(task) or self._train(task)
             self._link.send(round_done=done)
 
@@ -228,7 +228,7 @@ class Trainer:
                 return self._data.sequences(positions)
 
         def report(step: StepReport) -> None:
-            self._link.check_stop()
+            self._link.inbox.check_stop()
             self._link.progress(
                 pb.Progress(
                     round=task.round, step=step.steps, loss=step.loss, tokens_per_second=step.tokens_per_second
@@ -246,7 +246,7 @@ class Trainer:
             sequences=sequences,
             micro_batch=self._options.micro_batch,
             report=report,
-            should_cut=lambda: self._link.should_cut(task.round),
+            should_cut=lambda: self._link.inbox.should_cut(task),
         )
 
     def _encode(
@@ -279,7 +279,7 @@ class Trainer:
         )
 
     def _report_data(self, what: str, fraction: float) -> None:
-        self._link.check_stop()
+        self._link.inbox.check_stop()
         self._link.progress(pb.Progress(text=f"{what} ({fraction:.0%})"), last=fraction >= 1.0)
 
 
