@@ -267,12 +267,14 @@ class Verifier:
         for done, number in enumerate(rounds):
             self._report(f"verifying the snapshot of round {number}", done / len(rounds))
             roots = self._roots.get(number)
-            if roots is None and (self._is_cut or number <= self._last_round + 1):
+            if roots is None and self._is_cut:
                 self.tally.unchecked.append(f"the snapshot of round {number}, which the ledger does not reach")
                 continue
             try:
                 found = state_root(self._stored.index(number))
-                if roots is None:
+                if roots is None and number == self._last_round + 1:
+                    self._stored.verify(number)  # the round in hand, applied and not yet agreed on
+                elif roots is None:
                     detail = f"the ledger ends before round {self._last_round}: later records are missing"
                     yield self._ledger_problem(number, "ledger", f"there is a snapshot of this round, but {detail}")
                 elif found not in roots:

@@ -1,6 +1,7 @@
 """`spes-replay export` and `what-if`: states taken out of a log, as they were and as they would have been."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -212,3 +213,11 @@ def test_local_data_needs_leave(played: RunLog, tmp_path: Path, capsys: pytest.C
     shutil.rmtree(run.cache_dir)
     assert main(["what-if", str(run.path), "--round", "1", "--without", ADA.peer_id]) == 2
     assert "--allow-source" in capsys.readouterr().err
+
+
+def test_the_example_of_the_page_runs(played: RunLog) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "replay.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {"path": played.home, "rounds": 4}
+    exec(code, names)
+    assert same(dict(names["state"]), computed(played, 4))
