@@ -57,7 +57,7 @@ def draw(parent: bytes, peer: str, group: int) -> bytes:
 
 
 def by_shared_lot(members: Sequence[Member], named: bytes) -> list[str]:
-    """All members by lot on the named commit; the shared sections of the first `shared_quota` count (SPEC 6.5)."""
+    """All members by lot on the named commit; the shared sections of the first `shared_quota` count (SPEC 5.1)."""
     return sorted((m.peer for m in members), key=lambda peer: sha256(b"shared" + named + peer.encode()))
 
 

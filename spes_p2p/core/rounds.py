@@ -1,4 +1,4 @@
-"""One peer's part in the run, round after round, as a pure machine (SPEC 5; DESIGN's section 3 in code).
+"""One peer's part in the run, round after round, as a pure machine (SPEC 5).
 
     collect headers --2/3 of groups--> cut training, wait `grace` --> blobs checked --> agreement --> Committed
          ^                                                                                              |

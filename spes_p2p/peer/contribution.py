@@ -1,4 +1,4 @@
-"""From the trainer's files to a signed header, and back from a commit to the trainer's outcome (SPEC 5.1, 6.4)."""
+"""From the trainer's files to a signed header, and back from a commit to the trainer's outcome (SPEC 5.1, 6.8)."""
 
 from __future__ import annotations
 

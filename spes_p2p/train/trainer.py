@@ -1,7 +1,7 @@
 """The trainer process: takes rounds from the peer over the local socket, trains them, writes the coded deltas to files.
 
 It knows nothing of the network. What it must remember lies in `state.py`'s file; killed at any instant, its successor
-loses at most the local steps since the last round and never forgets what was published (DESIGN 12).
+loses at most the local steps since the last round and never forgets what was published (SPEC 12.2).
 """
 
 from __future__ import annotations

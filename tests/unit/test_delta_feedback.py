@@ -98,7 +98,7 @@ def test_an_owner_stays_exact_through_apply_and_merging(tmp_path: Path) -> None:
         decoder = Decoder(tmp_path / "b", specs, "int4")
         apply_round(every_spec, everything, [], {1: decoder}, write=after.__setitem__, merge_alpha=alpha, merge_top=4)
         for s in specs:
-            # DESIGN's form of the rule: W += S' - S - q.
+            # The same rule in weights: W += S' - S - q.
             moved = after[s.name].astype(np.float64) - everything[s.name] - q[s.name]
             expected = everything[s.name].astype(np.float64) + change[s.name] + moved
             weights = owned_start(after[s.name], owned_difference(delta[s.name], q[s.name], C))
