@@ -29,7 +29,6 @@ from spes_p2p.delta.genesis import genesis_root, genesis_tensors
 from spes_p2p.store.chain import Chain, Step, commit_bytes
 from spes_p2p.store.rundir import RunDir
 from spes_protocols import manifest as m
-from spes_protocols.codec import digest
 from spes_protocols.messages import (
     SHARED,
     Ban,
@@ -347,8 +346,3 @@ def rewrite_record(run: RunDir, position: int, data: bytes) -> None:
     with sqlite3.connect(run.ledger_path) as db:
         db.execute("UPDATE chain SET bytes = ? WHERE position = ?", (data, position))
     db.close()
-
-
-def run_id_of(manifest: m.Manifest) -> bytes:
-    """The run id of a manifest."""
-    return digest(manifest)
