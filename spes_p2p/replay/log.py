@@ -9,24 +9,18 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from spes_p2p.core.ladder import BLOB_CHECKS
-from spes_p2p.store.chain import Chain, Step
+from spes_p2p.store.chain import Step, StoredLedger
 from spes_p2p.store.ledger_db import LedgerDB
 from spes_p2p.store.rundir import RunDir
 from spes_protocols.errors import IntegrityError, UserError
-from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Header, Signed, VerifiedSet
 
 Report = Callable[[str, float], None]
 """(what is under way, share done from 0 to 1, or negative where that is unknown)."""
 
 
-class Log(Chain):
-    """A stored chain that is read only in `walk`, record by record; it has no head and takes nothing in."""
-
-    def __init__(self, manifest: Manifest, run_id: bytes, db: LedgerDB) -> None:
-        self.manifest = manifest
-        self.run_id = run_id
-        self.db = db
+class Log(StoredLedger):
+    """A run's stored ledger, read record by record."""
 
     def commits_in_force(self, first: int, last: int) -> Iterator[Step]:
         """The commits of rounds first to last - 1 that no reset took back. Raises `IntegrityError` as `walk` does."""

@@ -40,19 +40,13 @@ class Step:
     opening: Signed[Start] | Signed[Reset] | None = None
 
 
-class Chain:
-    """The run's ledger from the manifest to its head."""
+class StoredLedger:
+    """The records in a database, read and checked only in `walk`; it has no head and takes nothing in."""
 
     def __init__(self, manifest: Manifest, run_id: bytes, db: LedgerDB) -> None:
-        """Read and check what is stored. Raises `IntegrityError` naming the record that is no longer right."""
         self.manifest = manifest
         self.run_id = run_id
         self.db = db
-        self.head = genesis(manifest, run_id)
-        self._heads: dict[bytes, Head] = {self.head.id: self.head}
-        self.length = 0
-        for step in self.walk():
-            self._take(step)
 
     def walk(self) -> Iterator[Step]:
         """Every stored record in order, checked anew from the manifest on. Raises `IntegrityError`."""
@@ -65,11 +59,39 @@ class Chain:
                     step = self._check(kind, data, head, heads)
                 except RemoteError as error:
                     where = f"record {position} ({kind}, round {head.round}) of {self.db.path}"
-                    raise IntegrityError(error.check, where, error.detail) from None
+                    whose = f" ({error.peer})" if error.peer else ""
+                    raise IntegrityError(error.check, where, error.detail + whose) from None
                 yield step
                 head = step.after
                 heads[head.id] = head
                 position += 1
+
+    def _check(self, kind: str, data: bytes, head: Head, heads: dict[bytes, Head]) -> Step:
+        if kind == "commit":
+            return self._check_commit(data, decode(Commit, data), head)
+        opening: Signed[Start] | Signed[Reset] = unseal(data, Start) if kind == "start" else unseal(data, Reset)
+        before = heads.get(opening.record.parent, head) if kind == "reset" else head
+        after = opened(self.manifest, before, opening)
+        return Step(kind=kind, data=data, before=before, after=after, opening=opening)
+
+    def _check_commit(self, data: bytes, commit: Commit, before: Head) -> Step:
+        value = verify_set(commit.body.value)
+        votes = unseal_votes(commit.precommits, Precommit)
+        after = verify_commit(self.manifest, before, commit, value, votes)
+        return Step(kind="commit", data=data, before=before, after=after, commit=commit, value=value, votes=votes)
+
+
+class Chain(StoredLedger):
+    """The run's ledger from the manifest to its head."""
+
+    def __init__(self, manifest: Manifest, run_id: bytes, db: LedgerDB) -> None:
+        """Read and check what is stored. Raises `IntegrityError` naming the record that is no longer right."""
+        super().__init__(manifest, run_id, db)
+        self.head = genesis(manifest, run_id)
+        self._heads: dict[bytes, Head] = {self.head.id: self.head}
+        self.length = 0
+        for step in self.walk():
+            self._take(step)
 
     def check(self, kind: str, data: bytes) -> Step:
         """Check a record that would follow the head. Raises `RemoteError`."""
@@ -106,20 +128,6 @@ class Chain:
         self._heads[step.after.id] = step.after
         while len(self._heads) > HEADS_MAX:
             del self._heads[next(iter(self._heads))]
-
-    def _check(self, kind: str, data: bytes, head: Head, heads: dict[bytes, Head]) -> Step:
-        if kind == "commit":
-            return self._check_commit(data, decode(Commit, data), head)
-        opening: Signed[Start] | Signed[Reset] = unseal(data, Start) if kind == "start" else unseal(data, Reset)
-        before = heads.get(opening.record.parent, head) if kind == "reset" else head
-        after = opened(self.manifest, before, opening)
-        return Step(kind=kind, data=data, before=before, after=after, opening=opening)
-
-    def _check_commit(self, data: bytes, commit: Commit, before: Head) -> Step:
-        value = verify_set(commit.body.value)
-        votes = unseal_votes(commit.precommits, Precommit)
-        after = verify_commit(self.manifest, before, commit, value, votes)
-        return Step(kind="commit", data=data, before=before, after=after, commit=commit, value=value, votes=votes)
 
 
 def commit_bytes(commit: Commit) -> bytes:
