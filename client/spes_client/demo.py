@@ -71,7 +71,7 @@ def _table(plan: Plan, result: Result, conditions: Sequence[Condition]) -> Table
 
     rows = [(condition.name, condition.text, "ok" if condition.ok else "FAILED") for condition in conditions]
     rows += [
-        ("bootstrap", f"killed after round {plan.kill_round}; the volunteers went on", "ok"),
+        ("bootstrap", f"killed after {plan.kill_round} of {plan.rounds} rounds; the volunteers went on", "ok"),
         ("contribution", f"{ui.bytes_text(result.contribution_bytes)} a peer and round: its own blobs, once", ""),
         ("sent in all", f"{ui.bytes_text(result.bytes_up_per_peer_round)} a peer and round", ""),
         ("time", f"{result.seconds / 60:.1f} minutes", ""),

@@ -55,7 +55,7 @@ class Outcome:
     def conditions(self, plan: Plan) -> list[Condition]:
         """What must hold for exit code 0."""
         result, last = self.result, self.result.bits_per_byte[-1]
-        curve = f"{self.bits_per_byte_before:.3f} before, {last:.3f} after {plan.rounds} rounds"
+        curve = f"{self.bits_per_byte_before:.3f} before, {last:.3f} after round {plan.rounds}"
         if plan.is_default:
             learned = Condition(
                 name="held-out bits per byte",

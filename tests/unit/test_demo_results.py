@@ -4,13 +4,15 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spes_client.demo_measure import measured
-from spes_client.demo_results import read_homes, replay_problems
+from spes_client.demo_results import Result, read_homes, replay_problems
+from spes_client.demo_run import Outcome
 from spes_client.demo_setup import Plan
 from spes_p2p.crypto.envelope import seal
 from spes_p2p.store.chain import Chain
@@ -117,6 +119,35 @@ def test_replay_has_to_have_checked_everything() -> None:
     assert found[0] == "replay of round 1: blob_digest: differs"
 
 
+GOOD = Result(
+    rounds=10,
+    peers=4,
+    bits_per_byte=[2.3, 1.98],
+    state_roots_equal=True,
+    replay_ok=True,
+    ownership_exclusive=True,
+    contribution_bytes=1000,
+    bytes_up_per_peer_round=1100,
+    seconds=50.0,
+)
+
+
+def failed(result: Result, plan: Plan) -> list[str]:
+    """The conditions that do not hold, of a run whose first state was worth 2.8 bits per byte."""
+    outcome = Outcome(result=result, bits_per_byte_before=2.8, problems=())
+    return [condition.name for condition in outcome.conditions(plan) if not condition.ok]
+
+
+def test_the_default_demo_has_to_beat_bz2_and_others_to_learn(tmp_path: Path) -> None:
+    default, other = (Plan(folder=tmp_path, rounds=rounds, peers=4) for rounds in (10, 2))
+    assert failed(GOOD, default) == []
+    assert failed(replace(GOOD, bits_per_byte=[1.9, 1.99]), default) == ["held-out bits per byte"]
+    assert failed(replace(GOOD, bits_per_byte=[2.9, 2.7]), other) == []
+    assert failed(replace(GOOD, bits_per_byte=[2.7, 2.8]), other) == ["held-out bits per byte"]
+    wrong = replace(GOOD, state_roots_equal=False, replay_ok=False, ownership_exclusive=False)
+    assert failed(wrong, other) == ["state roots", "replay", "ownership"]
+
+
 def test_the_benchmark_reads_a_demo(demo: tuple[Plan, RunLog]) -> None:
     plan, log = demo
     phases = ("train", "encode", "publish", "transfer", "check", "agree", "apply", "wait")
@@ -127,17 +158,7 @@ def test_the_benchmark_reads_a_demo(demo: tuple[Plan, RunLog]) -> None:
         return {"round": round_number, "at_seconds": 8.0 * seconds, "phases": dict.fromkeys(phases, float(seconds))}
 
     plan.timings.write_text(json.dumps({"volunteer-1": [mark(r) for r in range(ROUNDS + 1)]}))
-    result = {
-        "rounds": ROUNDS,
-        "peers": 2,
-        "bits_per_byte": [3.0, 2.5, 2.0],
-        "state_roots_equal": True,
-        "replay_ok": True,
-        "ownership_exclusive": True,
-        "contribution_bytes": 1000,
-        "bytes_up_per_peer_round": 1100,
-        "seconds": 50.0,
-    }
+    result = asdict(replace(GOOD, rounds=ROUNDS, peers=2))
     plan.result.write_text(json.dumps(result))
     plan.signed_run.write_bytes(seal(log.manifest, ORGANIZER).raw)
     command = [sys.executable, str(ROOT / "benchmarks" / "round.py"), "--dir", str(plan.folder)]
