@@ -64,9 +64,14 @@ class Apply:
 
 @dataclass(frozen=True)
 class Say:
-    """Sign this, store it if it is a vote or proposal, send it to all, and hand it back signed."""
+    """Sign this, store it, send it to all, and hand it back signed.
+
+    `proof` are the prevotes that justify a lock. They are stored before the precommit and restored with it: who
+    restarts with a lock that it cannot justify to others could block them for ever (SPEC 5.6).
+    """
 
     record: Proposal | Prevote | Precommit
+    proof: tuple[Signed[Prevote], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ class Agreement:
         self._sets: dict[bytes, VerifiedSet] = {}
         self._checked: dict[bytes, bool | None] = {}
         self._roots: dict[bytes, bytes | None] = {}
-        self._polkas: set[tuple[int, bytes]] = set()
+        self._proofs: dict[tuple[int, bytes], tuple[Signed[Prevote], ...]] = {}
         self._recomputed = False
         self._split_views: set[int] = set()
         self._said: dict[tuple[int, str], Signed[Proposal] | Vote] = {}
@@ -169,10 +174,16 @@ class Agreement:
     # ---- what goes in ------------------------------------------------------------------------------------------
 
     def restore(self, mine: Iterable[Signed[Proposal] | Vote], sets: Mapping[bytes, VerifiedSet]) -> None:
-        """Take up own stored messages after a restart, before `start`: views, votes said and the lock (SPEC 5.6)."""
+        """Take up stored messages after a restart, before `start`: views, votes said, the lock (SPEC 5.6).
+
+        Those of other signers are prevotes that `Say.proof` named.
+        """
         self._sets.update(sets)
         for message in mine:
             record = message.record
+            if message.signer != self.me:
+                self._count(message)  # type: ignore[arg-type]
+                continue
             self._said[(record.view, record.KIND)] = message
             step = Step.PREVOTE
             if isinstance(record, Proposal):
@@ -325,7 +336,7 @@ class Agreement:
             else:
                 self._count(vote)
         if self.electorate.is_quorum(self.electorate.weight(vote.signer for vote in votes)):
-            self._polkas.add((number, value_id))
+            self._proofs.setdefault((number, value_id), tuple(votes))
         return outputs
 
     def _compare_own(self, signed: Vote) -> list[Output]:
@@ -348,11 +359,7 @@ class Agreement:
         if self.electorate.leader(number) != self.me or view.proposal is not None or self.abstains:
             return []
         if self.valid_id and self.valid_id in self._sets:
-            proof = tuple(
-                vote.raw
-                for _, vote in sorted(self._views[self.valid_view].prevotes.items())
-                if vote.record.value == self.valid_id
-            )
+            proof = tuple(vote.raw for vote in self._proof(self.valid_view, self.valid_id))
             value = self._sets[self.valid_id].value
             return [Say(Proposal(view=number, valid_view=self.valid_view, value=value, polc=proof))]
         return [Build(number)]
@@ -510,9 +517,13 @@ class Agreement:
 
     def _has_polka(self, number: int, value_id: bytes) -> bool:
         """Whether a quorum of one view's prevotes is for this set, as counted here or proved by a proposal."""
-        return (number, value_id) in self._polkas or self.electorate.is_quorum(
+        return (number, value_id) in self._proofs or self.electorate.is_quorum(
             self._views[number].prevoted.get(value_id, 0)
         )
+
+    def _proof(self, number: int, value_id: bytes) -> tuple[Signed[Prevote], ...]:
+        counted = (vote for _, vote in sorted(self._views[number].prevotes.items()) if vote.record.value == value_id)
+        return self._proofs.get((number, value_id)) or tuple(counted)
 
     def _say_prevote(self, value_id: bytes) -> list[Output]:
         self.step = Step.PREVOTE
@@ -522,13 +533,14 @@ class Agreement:
     def _say_precommit(self, value_id: bytes, root: bytes) -> list[Output]:
         self.step = Step.PRECOMMIT
         run_id, epoch, number = self.place
+        proof = self._proof(self.view, value_id) if value_id else ()
         return self._say(
-            Precommit(run_id=run_id, epoch=epoch, round=number, view=self.view, value=value_id, state_root=root)
+            Precommit(run_id=run_id, epoch=epoch, round=number, view=self.view, value=value_id, state_root=root), proof
         )
 
-    def _say(self, record: Prevote | Precommit) -> list[Output]:
+    def _say(self, record: Prevote | Precommit, proof: tuple[Signed[Prevote], ...] = ()) -> list[Output]:
         silent = self.abstains or self.me not in self.electorate.weights
-        return [] if silent or (record.view, record.KIND) in self._said else [Say(record)]
+        return [] if silent or (record.view, record.KIND) in self._said else [Say(record, proof)]
 
     def _arm_resend(self, now: float) -> None:
         self._resend_at = now + self.timeouts.vote_seconds
