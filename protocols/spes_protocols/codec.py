@@ -145,6 +145,8 @@ def _join(path: str, key: str) -> str:
 def _convert(hint: Any, value: Any, path: str) -> Any:
     if typing.get_origin(hint) is typing.Annotated:
         inner, *constraints = typing.get_args(hint)
+        if isinstance(value, list | tuple) and typing.get_origin(inner) is tuple:
+            _check_length(value, constraints, path)
         result = _convert(inner, value, path)
         for constraint in constraints:
             problem = constraint.problem(result)
@@ -164,12 +166,23 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return from_plain(hint, value, path)  # type: ignore[arg-type]
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            raise SchemaError(path, value, "a number that a float64 can hold") from None
     if type(value) is not hint:
         raise SchemaError(path, value, f"a value of type {getattr(hint, '__name__', hint)}")
     if hint is float and not math.isfinite(value):
         raise SchemaError(path, value, "a finite number")
     return value
+
+
+def _check_length(items: list[Any] | tuple[Any, ...], constraints: list[Any], path: str) -> None:
+    """Items counted before any of them is looked at: a record may hold a million where four thousand are allowed."""
+    for constraint in constraints:
+        problem = constraint.problem(items) if isinstance(constraint, Size) else None
+        if problem is not None:
+            raise SchemaError(path, items[:3], f"{problem}, found {len(items)}")
 
 
 def pack(plain: Any) -> bytes:

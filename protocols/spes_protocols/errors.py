@@ -5,6 +5,15 @@
 
 from __future__ import annotations
 
+DETAIL_CHARACTERS_MAX = 500
+"""More of what another peer wrote helps nobody who reads an error."""
+
+
+def printable(text: str, characters_max: int) -> str:
+    """Text from outside as part of one line on a terminal: no control characters, and not too long."""
+    shown = "".join(letter if letter.isprintable() else "?" for letter in text[: characters_max + 1])
+    return shown if len(shown) <= characters_max else shown[: characters_max - 3] + "..."
+
 
 class SpesError(Exception):
     """Root of all errors raised on purpose by this project."""
@@ -28,24 +37,27 @@ class SchemaError(UserError):
         self.path = path
         self.value = value
         self.expected = expected
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{path or 'record'} = {shown}: expected {expected}")
+        try:
+            shown = repr(value)
+        except RecursionError:  # lists in lists in lists: only an attacker writes that
+            shown = f"a deeply nested {type(value).__name__}"
+        where = printable(path, 200) or "record"
+        super().__init__(f"{where} = {printable(shown, 80)}: expected {expected}")
 
 
 class RemoteError(SpesError):
     """Another peer broke the protocol: its bytes are refused and it is named.
 
-    `check` is the name of the step of the ladder (SPEC 7) that failed; `peer` its peer id where known.
+    `check` is the name of the step of the ladder (SPEC 7) that failed; `peer` its peer id where known. `detail` may
+    hold words of that peer, so it is kept short and printable.
     """
 
     def __init__(self, check: str, detail: str, peer: str = "") -> None:
         self.check = check
-        self.detail = detail
+        self.detail = printable(detail, DETAIL_CHARACTERS_MAX)
         self.peer = peer
         who = f" from {peer}" if peer else ""
-        super().__init__(f"{check}{who}: {detail}")
+        super().__init__(f"{check}{who}: {self.detail}")
 
 
 class IntegrityError(SpesError):
