@@ -114,6 +114,16 @@ def _leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
         yield from _leaves(child)
 
 
+def test_the_map_names_every_module() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = {Path(name).name for name in re.findall(r"`([\w/]+\.py)`", page)}
+    folders = ("spes_p2p", "client", "bootstrap", "protocols", "benchmarks")
+    modules = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    generated = {name for name in modules if name.endswith(("_pb2.py", "_pb2_grpc.py"))}
+    assert modules - generated - {"__init__.py", "__main__.py"} - named == set()
+    assert named - modules - {"test_tidy.py"} == set()
+
+
 def anchors(text: str) -> set[str]:
     """What links to a page's headings say, as GitHub makes it of them."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
