@@ -311,10 +311,14 @@ class Ban:
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """Organizer record that ends the run with the commit that carries it (SPEC 5.10)."""
+    """Organizer record that ends the run with the commit that carries it (SPEC 5.10).
+
+    It holds in the epoch it names, in any if it names none: whoever kept it must not end a run that a reset has resumed.
+    """
 
     KIND: ClassVar[str] = "end"
     run_id: Digest
+    epoch: DigestOrNil = b""
     reason: Annotated[str, Size(0, 500)] = ""
 
 

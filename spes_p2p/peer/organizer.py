@@ -117,7 +117,8 @@ async def run_ban(raw: bytes, identity: Identity, peers: Sequence[str], *, peer:
 async def run_end(raw: bytes, identity: Identity, peers: Sequence[str], *, reason: str) -> str:
     """End the run with the next commit."""
     async with _visit(raw, identity, peers) as visit:
-        return f"the run ends with the next commit; {await visit.push(End(run_id=visit.head.run_id, reason=reason))}"
+        end = End(run_id=visit.head.run_id, epoch=visit.head.epoch, reason=reason)
+        return f"the run ends with the next commit; {await visit.push(end)}"
 
 
 def _ban(visit: _Visit, peer: str, reason: str) -> Ban:
@@ -145,6 +146,7 @@ async def _visit(raw: bytes, identity: Identity, addresses: Sequence[str]) -> As
             listen=("/ip4/0.0.0.0/tcp/0",),
             log_path=directory / "p2pd.log",
         )
+        transport.handle(PUSH, _ignore)  # a visitor hears what members hear, and has no use for it
         try:
             reached = await joining.connect_any(transport, addresses)
             with LedgerDB(directory / "ledger.sqlite") as db:
@@ -153,6 +155,10 @@ async def _visit(raw: bytes, identity: Identity, addresses: Sequence[str]) -> As
                 yield _Visit(manifest.record, identity, chain, transport, tuple(everybody))
         finally:
             await transport.close()
+
+
+async def _ignore(sender: str, request: bytes) -> bytes:
+    return b""
 
 
 async def _read(chain: Chain, transport: LibP2P, visitor: Identity, reached: Sequence[str]) -> list[str]:

@@ -72,6 +72,8 @@ class StoredLedger:
         opening: Signed[Start] | Signed[Reset] = unseal(data, Start) if kind == "start" else unseal(data, Reset)
         before = heads.get(opening.record.parent, head) if kind == "reset" else head
         after = opened(self.manifest, before, opening)
+        if after.id in heads:  # anybody may play an old reset again; what it named is remembered longer than it is
+            raise RemoteError("opening", "this record is in the ledger already", opening.signer)
         return Step(kind=kind, data=data, before=before, after=after, opening=opening)
 
     def _check_commit(self, data: bytes, commit: Commit, before: Head) -> Step:

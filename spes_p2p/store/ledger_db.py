@@ -120,6 +120,8 @@ class LedgerDB:
                 raise UserError(f"{self.path} stays locked: another program is using it") from None
             if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
                 raise UserError(f"cannot use {self.path}: {error}; check its rights and the disk it is on") from None
+            if code == sqlite3.SQLITE_ERROR:  # a missing table, text that is none: somebody has been at the file
+                raise self._damaged(str(error)) from None
             raise
 
     @contextlib.contextmanager

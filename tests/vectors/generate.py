@@ -187,7 +187,7 @@ def run_records() -> dict[str, Signed[Any]]:
             ),
             ORGANIZER,
         ),
-        "end": seal(End(run_id=RUN_ID, reason="done"), ORGANIZER),
+        "end": seal(End(run_id=RUN_ID, epoch=opened_id, reason="done"), ORGANIZER),
         "presence": seal(
             Presence(
                 run_id=RUN_ID,
