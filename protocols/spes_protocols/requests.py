@@ -54,7 +54,7 @@ class ChainEntry:
     """One record of the ledger: an opening's envelope or a commit's canonical bytes."""
 
     kind: Annotated[str, OneOf(("start", "reset", "commit"))]
-    data: Annotated[bytes, Size(1, 4 * 1024 * 1024)]
+    data: Annotated[bytes, Size(1, 3 * 1024 * 1024 - 4096)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,9 +37,11 @@ from spes_p2p.store.chain import Chain, Step
 from spes_p2p.store.rundir import RunDir
 from spes_protocols import control_pb2
 from spes_protocols.errors import NetworkError, RemoteError, SpesError, UserError
-from spes_protocols.messages import Claim, Presence, Release, Signed, Start
+from spes_protocols.messages import Ban, Claim, End, Presence, Release, Signed, Start
 
 CLAIM_SECONDS = 5.0
+CLAIM_LIFETIME_SECONDS = 120
+CLAIMS_READ_SECONDS = 10.0
 LEAVE_SECONDS_MAX = 600.0
 GIVE_UP_SECONDS = 60.0
 """The same for a peer that cannot train: nothing here depends on it, but others learn of its leave."""
@@ -48,6 +50,10 @@ SEE_OFF_SECONDS = 20.0
 """How long a peer that has done its rounds stays for those who have not closed the last one yet."""
 
 PROGRESS_SECONDS = 5.0
+SAME_LINE_SECONDS = 60.0
+REASON_ROUNDS = 64
+"""How many commits back the reason of an organizer's order is looked for."""
+
 ERRORS_KEPT = 20
 
 
@@ -76,8 +82,10 @@ class Peer:
         self._finished = asyncio.Event()
         self._behind: asyncio.Queue[str] = asyncio.Queue(64)
         self._claimed_at = -1e9
+        self._asked = False
         self._moved_at = time.monotonic()
         self._told_at = -1e9
+        self._noted_at = -1e9
         self._tasks: list[asyncio.Task[None]] = []
         self._rounds_seen = 0
         self._directory: Directory | None = None
@@ -135,6 +143,7 @@ class Peer:
             self._spawn(self.contacts.run())
             self._spawn(self._catch_up_when_behind())
             self._spawn(self._look_after())
+            self._spawn(self._read_claims())
             if self.trainer is not None:
                 self.trainer.start(self.control.socket)
             self._check_finished()
@@ -194,20 +203,26 @@ class Peer:
         return await status.of(self)
 
     def note(self, line: str) -> None:
-        """Something went wrong that the person at the machine may want to know; kept as the last error."""
+        """Something went wrong that the person at the machine may want to know; kept as the last error.
+
+        A line that comes again and again is said once a minute.
+        """
+        now = time.monotonic()
+        if not self.errors or self.errors[-1] != line or now - self._noted_at >= SAME_LINE_SECONDS:
+            self._noted_at = now
+            self._say(line)
         self.errors.append(line)
-        self._say(line)
         self._changed()
 
     # ---- catching up -------------------------------------------------------------------------------------------
 
     async def _join_directory(self, peers: list[str]) -> None:
-        """Join the DHT; without it peers still find each other through those they know."""
+        """Join the DHT; without anybody to join through, wait to be found."""
         try:
             self._directory = await Directory.create(self.transport, self.identity, peers)
-            self.contacts.directory = _RunDirectory(self._directory, self.run_dir.run_id)
-        except NetworkError as error:
-            self.note(f"the DHT is not reachable: {error}")
+        except NetworkError:
+            self._directory = await Directory.create(self.transport, self.identity)
+        self.contacts.directory = _RunDirectory(self._directory, self.run_dir.run_id)
 
     async def _catch_up(self, first: bool = False) -> None:
         """Ledger from everybody who may be ahead, then the state; retries as long as nobody can help."""
@@ -257,7 +272,10 @@ class Peer:
                 # A peer that has just committed is ahead for a moment; our own commit is under way then.
                 await asyncio.sleep(0.5)
                 if self._may_be_ahead(peer):
-                    await self._catch_up()
+                    try:
+                        await self._catch_up()
+                    except SpesError as error:  # a full disk, say: whoever speaks of a later round wakes us again
+                        self.note(f"catching up: {error}")
 
     def _on_behind(self, peer: str) -> None:
         with contextlib.suppress(asyncio.QueueFull):
@@ -303,10 +321,23 @@ class Peer:
         head = self.chain.head
         limit = self.options.rounds_max
         if head.ended:
-            self._say("the organizer has ended the run")
+            self._say(f"the organizer has ended the run{self._order_reason(End)}")
+        if self.identity.peer_id in head.banned and self.options.trains and self.failure is None:
+            self.failure = UserError(f"the organizer has banned this peer{self._order_reason(Ban)}")
+            self._finished.set()
         gone = self.leaving and head.member(self.identity.peer_id) is None
         if gone or (head.ended and self.options.trains) or (limit is not None and head.round >= limit):
             self._finished.set()
+
+    def _order_reason(self, kind: type[Ban] | type[End]) -> str:
+        """What the organizer gave as the reason of an order, from the commit that carries it."""
+        me, last = self.identity.peer_id, self.chain.head.round - 1
+        for number in range(last, max(-1, last - REASON_ROUNDS), -1):
+            step = self.chain.commit_step(number)
+            for order in step.value.orders if step is not None and step.value is not None else ():
+                if isinstance(order.record, kind) and getattr(order.record, "peer", me) == me:
+                    return f": {order.record.reason}" if order.record.reason else ""
+        return ""
 
     async def _look_after(self) -> None:
         """Claims are repeated until they stand in the table; a start key opens the run once enough claims are there."""
@@ -334,15 +365,37 @@ class Peer:
         wants = self._wanted_groups()
         member = head.member(self.identity.peer_id)
         settled = member is not None and member.wants == wants
+        self._asked = self._asked and not settled
         # A claim is a promise to train: others wait `grace` for each member in every round.
         able = self.trainer is not None and self.trainer.is_ready
         if not self.ready or self.leaving or head.ended or settled or not able:
             return
         if now - self._claimed_at >= CLAIM_SECONDS and self.identity.peer_id not in head.banned:
             self._claimed_at = now
-            self.shell.say(
+            claim = self.shell.say(
                 Claim(run_id=head.run_id, round=head.round, commit=head.id, state_root=head.state_root, wants=wants)
             )
+            self._spawn(self._advertise_claim(claim.raw))
+            if not self._asked:
+                self._asked = True
+                groups = f"{wants} expert group{'s' if wants > 1 else ''}" if wants else "a place as a standby"
+                self._say(f"asked for {groups}; {'the next commit' if head.epoch else 'the start'} decides")
+
+    async def _advertise_claim(self, raw: bytes) -> None:
+        """In the DHT too, for those whom a push does not reach."""
+        if self.contacts.directory is not None:
+            with contextlib.suppress(NetworkError):
+                await self.contacts.directory.publish("claims", raw, CLAIM_LIFETIME_SECONDS)
+
+    async def _read_claims(self) -> None:
+        """Take up claims from the DHT: whoever leads next may put them into its set."""
+        while True:
+            await asyncio.sleep(CLAIMS_READ_SECONDS)
+            if self.contacts.directory is None or self.chain.head.ended:
+                continue
+            with contextlib.suppress(NetworkError):
+                for raw in await self.contacts.directory.lookup("claims"):
+                    self.shell.take_claim(raw)
 
     def _wanted_groups(self) -> int:
         limit = self.manifest.ownership.per_peer_max

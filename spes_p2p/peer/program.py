@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import logging.handlers
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 from spes_p2p.crypto.envelope import ENVELOPE_BYTES_MAX, unseal_manifest
@@ -18,6 +20,7 @@ from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.peer import joining
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.peer import Peer
+from spes_p2p.peer.remembered import ADDRESSES_MAX, Remembered, recall, remember, with_port
 from spes_p2p.store.files import make_directory
 from spes_p2p.store.rundir import RunDir
 from spes_protocols.errors import NetworkError, RemoteError, UserError
@@ -25,6 +28,13 @@ from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Signed
 
 RECONNECT_SECONDS = 15.0
+LOG_BYTES_MAX = 8 * 1024 * 1024
+
+CONNECT_AGAIN_SECONDS = 5.0
+NETWORK = "network"
+"""The file in a home with what it remembers of the network."""
+
+log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
@@ -44,28 +54,23 @@ async def open_peer(
     if manifest_path is None and known is None and not options.peers:
         raise UserError("nothing to join: give the address of any peer of the run with --peer")
     make_directory(options.home)
-    identity_path = options.home / "identity"
-    identity = Identity.load_or_create(identity_path)
+    identity = Identity.load_or_create(options.home / "identity")
     async with contextlib.AsyncExitStack() as stack:
         if known is not None:
             stack.enter_context(known.lock())  # before the network hears of a second peer with this identity
-        transport = await LibP2P.create(
-            identity_path=identity_path,
-            peer_id=identity.peer_id,
-            listen=options.listen,
-            announce=options.announce,
-            relay=options.relay,
-            relays=options.relays,
-            log_path=options.home / "p2pd.log",
-        )
+        remembered = recall(options.home / NETWORK)
+        transport = await _transport(options, identity.peer_id, remembered)
         stack.push_async_callback(transport.close)
         may_fail = known is not None or manifest_path is not None
         reached = await _connect(transport, options, may_fail=may_fail, say=say)
         run_dir = await _run_dir(transport, options, manifest_path, known, reached, wanted)
         if known is None:
             stack.enter_context(run_dir.lock())
+        else:
+            reached += await _connect_again(transport, remembered.peers, reached)
+        stack.enter_context(_logging_to(run_dir.log_path))
         say(joining.introduction(run_dir.manifest))
-        yield Peer(options, identity, run_dir, transport, say), reached
+        yield Peer(options, identity, run_dir, transport, _logged(say)), reached
 
 
 async def run_until_done(peer: Peer, reached: list[str], say: Say) -> None:
@@ -96,6 +101,33 @@ async def run_until_done(peer: Peer, reached: list[str], say: Say) -> None:
         keeping.cancel()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+
+
+async def _transport(options: PeerOptions, peer_id: str, remembered: Remembered) -> LibP2P:
+    """The network, on the port of the last time if that is free: others may know this peer by it."""
+    last = with_port(options.listen, remembered.port)
+    for listen in dict.fromkeys((last, options.listen)):
+        try:
+            return await LibP2P.create(
+                identity_path=options.home / "identity",
+                peer_id=peer_id,
+                listen=listen,
+                announce=options.announce,
+                relay=options.relay,
+                relays=options.relays,
+                log_path=options.home / "p2pd.log",
+            )
+        except UserError:
+            if listen == options.listen:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+async def _connect_again(transport: LibP2P, addresses: Sequence[str], reached: Sequence[str]) -> list[str]:
+    """Try the peers of earlier, all at once; returns those that answer and are not `reached` yet."""
+    tries = [transport.connect(address, timeout_seconds=CONNECT_AGAIN_SECONDS) for address in addresses]
+    found = await asyncio.gather(*tries, return_exceptions=True)
+    return sorted({peer for peer in found if isinstance(peer, str)} - set(reached))
 
 
 async def _connect(transport: LibP2P, options: PeerOptions, *, may_fail: bool, say: Say) -> list[str]:
@@ -140,16 +172,32 @@ def _read_manifest(path: Path) -> Signed[Manifest]:
 
 
 async def _stay_connected(peer: Peer) -> None:
-    """Keep trying the addresses that were given, in case everybody else is gone."""
+    """Keep trying the addresses that were given or remembered, in case everybody else is gone; remember new ones."""
+    path = peer.options.home / NETWORK
     while True:
         await asyncio.sleep(RECONNECT_SECONDS)
         links = await _links(peer)
-        for text in peer.options.peers:
+        for text in (*peer.options.peers, *recall(path).peers):
             address, peer_id, _ = parse_address(text)
-            if peer_id not in links:
+            if peer_id not in links and peer_id != peer.identity.peer_id:
                 with contextlib.suppress(NetworkError, RemoteError):
                     await peer.transport.connect(address)
                     await peer.contacts.hello(peer_id)
+        try:
+            remember(path, await _network_now(peer))
+        except NetworkError:
+            continue
+        except UserError as error:
+            peer.note(str(error))
+
+
+async def _network_now(peer: Peer) -> Remembered:
+    """The port listened on and one address of each peer heard of lately."""
+    own = await peer.transport.addresses()
+    ports = [int(parts[4]) for parts in (address.split("/") for address in own) if parts[3] == "tcp"]
+    presences = [peer.contacts.presence(other) for other in sorted(peer.contacts.fresh())]
+    others = [presence.addresses[0] for presence in presences if presence is not None and presence.addresses]
+    return Remembered(port=ports[0] if ports else 0, peers=tuple(others[:ADDRESSES_MAX]))
 
 
 async def _links(peer: Peer) -> set[str]:
@@ -157,6 +205,31 @@ async def _links(peer: Peer) -> set[str]:
         return set(await peer.transport.links())
     except NetworkError:
         return set()
+
+
+def _logged(say: Say) -> Say:
+    """The same, into the log too: a live view keeps no lines."""
+
+    def both(line: str) -> None:
+        log.info("%s", line)
+        say(line)
+
+    return both
+
+
+@contextlib.contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
+    """Send what the program logs to a file of bounded size, instead of across the terminal view."""
+    handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES_MAX, backupCount=1)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
 
 
 def paste_line(address: str, run_id: bytes) -> str:

@@ -10,6 +10,7 @@ A vote is on disk before it is on the wire (SPEC 5.5). Everything long runs in t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
@@ -116,6 +117,14 @@ class Shell:
         if refused is not None:
             raise RemoteError(refused.check, refused.detail)
         return b""
+
+    def take_claim(self, raw: bytes) -> None:
+        """A claim found in the DHT; one that is old, of another run or broken is passed over in silence."""
+        with contextlib.suppress(RemoteError):
+            claim = unseal(raw, Claim)
+            if claim.signer != self._identity.peer_id:
+                outputs = self.participant.on_message(claim, self._clock())
+                self._run([output for output in outputs if not isinstance(output, Refused)])
 
     def say(self, record: Header | Claim | Release) -> Signed[Any]:
         """Sign an own record, send it to everybody and take it ourselves; a header is stored first, once a round."""
