@@ -218,7 +218,8 @@ class Daemon:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, sign)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+                    async with asyncio.timeout(_STOP_SECONDS):
+                        await process.wait()
         self._process = None
 
     def _flags(self) -> list[str]:

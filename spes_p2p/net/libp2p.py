@@ -246,7 +246,8 @@ class LibP2P:
         if peer in self._known:
             # Answered at once when connected. If it fails, the peer may still be found through others.
             with contextlib.suppress(NetworkError, TimeoutError):
-                await asyncio.wait_for(self._control.connect(peer, self._known[peer]), _CONNECT_SECONDS)
+                async with asyncio.timeout(_CONNECT_SECONDS):
+                    await self._control.connect(peer, self._known[peer])
         try:
             reader, writer = await self._control.open_stream(peer, PROTOCOL)
         except NetworkError as error:
@@ -266,7 +267,8 @@ class LibP2P:
 
     async def _within(self, seconds: float, asking: Coroutine[Any, Any, Any], what: str) -> Any:
         try:
-            return await asyncio.wait_for(asking, seconds)
+            async with asyncio.timeout(seconds):  # not `wait_for`, which can lose its caller's cancellation
+                return await asking
         except TimeoutError:
             raise NetworkError(f"{what} took longer than {seconds:g} s") from None
 
@@ -311,7 +313,8 @@ class LibP2P:
         async def one(peer: str, addresses: list[str]) -> None:
             async with places:
                 with contextlib.suppress(NetworkError, TimeoutError):
-                    await asyncio.wait_for(self._control.connect(peer, addresses), _CONNECT_SECONDS)
+                    async with asyncio.timeout(_CONNECT_SECONDS):
+                        await self._control.connect(peer, addresses)
 
         await asyncio.gather(*(one(peer, addresses) for peer, addresses in wanted.items()))
 

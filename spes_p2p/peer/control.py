@@ -85,7 +85,8 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         while True:
             yield await self._status()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _WATCH_SECONDS)
+                async with asyncio.timeout(_WATCH_SECONDS):
+                    await self._changed.wait()
             self._changed.clear()
 
     async def Pause(self, request: Any, context: Any) -> control_pb2.Done:  # noqa: N802

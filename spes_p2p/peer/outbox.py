@@ -60,7 +60,8 @@ class Outbox:
     async def _drain(self, peer: str, queue: asyncio.Queue[bytes]) -> None:
         while True:
             try:
-                raw = await asyncio.wait_for(queue.get(), IDLE_SECONDS)
+                async with asyncio.timeout(IDLE_SECONDS):
+                    raw = await queue.get()
             except TimeoutError:
                 return
             try:

@@ -198,7 +198,8 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
             self._on_change()
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), pause_seconds)
+                async with asyncio.timeout(pause_seconds):
+                    await self._wake.wait()
 
     def _is_hopeless(self, code: int) -> bool:
         """Whether the same would happen again: what was never able to train is for the person at the machine."""
@@ -241,7 +242,8 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         else:
             process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), STOP_SECONDS)
+            async with asyncio.timeout(STOP_SECONDS):
+                await process.wait()
         except TimeoutError:
             process.kill()
             await process.wait()
