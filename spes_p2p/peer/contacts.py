@@ -86,8 +86,10 @@ class Contacts:
 
     async def on_hello(self, sender: str, request: bytes) -> bytes:
         """Answer a hello: take the sender's presence, give our own and the others known."""
-        self._note(unseal(request, Presence, peer=sender), direct=True)
-        self.heard_from(sender)
+        presence = unseal(request, Presence, peer=sender)
+        self._note(presence, direct=True)
+        if presence.record.addresses:  # not a visitor, such as `spes run end`, which is gone in a moment
+            self.heard_from(sender)
         others = [self._known[peer].raw for peer in self.fresh() if peer != sender and peer in self._known]
         return encode(HelloReply(presences=((await self.own()).raw, *others[:63])))
 
@@ -141,7 +143,7 @@ class Contacts:
             if direct:
                 raise RemoteError("run", "the peer is in another run", peer)
             return
-        if record.expires < time.time() - LIFETIME_SECONDS:
+        if record.expires < time.time() - LIFETIME_SECONDS or not record.addresses:
             return
         known = self._known.get(peer)
         if known is not None and known.record.expires > record.expires:

@@ -247,7 +247,7 @@ class Peer:
     async def _ledger_from(self, peer: str) -> None:
         try:
             came = await self.syncer.ledger_from(peer)
-            if came:
+            if came > 1:  # a single one is what a peer next to the others misses now and then
                 self._say(
                     f"read {came} records of the ledger from {peer[-8:]}: now before round {self.chain.head.round}"
                 )
