@@ -1,0 +1,1 @@
+"""Whole swarms of the real programs on this machine."""

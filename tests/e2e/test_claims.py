@@ -1,0 +1,94 @@
+"""Who gets a group: two claims at the same instant, the standby's turn, and what the organizer orders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spes_p2p.store.chain import Step
+from tests.e2e.swarm import Swarm, Volunteer, door, make_run, same_ledger, states_fit
+
+
+def rows(step: Step) -> dict[str, tuple[int, ...]]:
+    """The groups of each member after a record."""
+    return {member.peer: member.groups for member in step.after.members}
+
+
+def test_one_of_two_claims_wins_and_the_other_stands_by(tmp_path: Path) -> None:
+    with Swarm(make_run(tmp_path, groups=2, min_peers=1, per_peer=1)) as swarm:
+        boot = swarm.bootstrap()
+        owner = swarm.volunteer("owner", door(boot))
+        owner.until_round(1)
+        # No round closes while the only owner is paused, so both claims wait for the same commit.
+        assert swarm.spes("pause", "--dir", owner.home).process.returncode == 0
+        pair = [swarm.volunteer(name, door(boot)) for name in ("one", "other")]
+        for volunteer in pair:
+            volunteer.wait_line("asked for 1 expert group")
+        assert swarm.spes("resume", "--dir", owner.home).process.returncode == 0
+        for volunteer in pair:
+            volunteer.until("a member", lambda s: any(m.me for m in s.members))
+
+        peers = {volunteer.peer_id: volunteer for volunteer in pair}
+        step = next(s for s in owner.steps() if s.value is not None and s.value.claims)
+        assert {claim.signer for claim in step.value.claims} == set(peers)
+        winners = [peer for peer in peers if rows(step)[peer]]
+        (winner,) = (peers[peer] for peer in winners)
+        (standby,) = (volunteer for peer, volunteer in peers.items() if peer not in winners)
+        assert rows(step)[standby.peer_id] == ()
+
+        # The standby trains the shared part alone.
+        sections = sections_of(standby, after=step.after.round)
+        assert sections == ["shared"]
+
+        winner.terminate()
+        assert winner.wait_exit() == 0
+        (group,) = rows(step)[winner.peer_id]
+        standby.until("its successor", lambda s: any(m.me and list(m.groups) == [group] for m in s.members))
+        ledger = same_ledger(owner, standby)
+        left = next(s for s in ledger if s.value is not None and s.value.releases)
+        taken = next(s for s in ledger if rows(s).get(standby.peer_id) == (group,))
+        assert left.after.round <= taken.after.round <= left.after.round + 2
+        assert sections_of(standby, after=taken.after.round) == ["shared", f"group/{group}"]
+        assert states_fit(standby) >= 2
+
+
+def sections_of(volunteer: Volunteer, *, after: int) -> list[str]:
+    """The sections of the first contribution from round `after` on that counts."""
+    number = after
+    while True:
+        volunteer.until_round(number + 1)
+        for step in volunteer.steps():
+            for header in step.value.headers if step.value is not None and step.before.round >= after else ():
+                if header.signer == volunteer.peer_id:
+                    return [section.name for section in header.record.sections]
+        number += 1
+
+
+def test_the_organizer_starts_bans_and_ends(tmp_path: Path) -> None:
+    with Swarm(make_run(tmp_path, groups=2, min_peers=2, per_peer=1)) as swarm:
+        boot = swarm.bootstrap(start_key=False)
+        orders = (swarm.run.path, "--key", swarm.run.key_path, "--peer", door(boot))
+        assert "0 peers have claimed groups, the manifest wants 2" in swarm.spes("run", "start", *orders).error(2)
+
+        pair = good, bad = [swarm.volunteer(name, door(boot)) for name in ("good", "bad")]
+        for volunteer in pair:
+            volunteer.wait_line("asked for 1 expert group")
+        assert "run started with 2 owners" in swarm.json("run", "start", *orders)["message"]
+        good.until_round(1)
+        assert "only `spes run reset` may" in swarm.spes("run", "start", *orders).error(2)
+
+        banned = swarm.spes("run", "ban", swarm.run.path, bad.peer_id, "--reason", "tests", *orders[1:])
+        assert banned.process.returncode == 0, banned.text
+        assert "banned" in bad.error(2)
+        again = swarm.volunteer("bad", door(boot))
+        assert "banned" in again.error(2)
+        good.until("alone", lambda s: [m.me for m in s.members] == [True])
+
+        ended = swarm.spes("run", "end", "--reason", "enough", *orders)
+        assert ended.process.returncode == 0, ended.text
+        assert good.wait_exit() == 0
+        assert "the organizer has ended the run: enough" in good.text
+        assert good.steps()[-1].after.ended
+        late = swarm.volunteer("late", door(boot))
+        assert late.wait_exit() == 0
+        assert "the organizer has ended the run" in late.text
+        same_ledger(good, bad, late)

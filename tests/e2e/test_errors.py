@@ -1,0 +1,110 @@
+"""What a person does wrong, and what their machine lacks: one line, the right exit code, nothing half-written."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.crypto.keys import Identity
+from tests.e2e.swarm import Run, Swarm, door, make_run, same_ledger
+
+FILE_BYTES_MAX = 160_000
+"""Room for a manifest and a ledger, not for a global state of the tiny run."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return make_run(tmp_path, groups=1, min_peers=1)
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+def test_what_fails_before_anything_is_joined(run: Run, busy_port: int) -> None:
+    home, nobody = run.folder / "home", Identity.generate().peer_id
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        dead = f"/ip4/127.0.0.1/tcp/{closed.getsockname()[1]}/p2p/{nobody}"
+    busy = f"/ip4/127.0.0.1/tcp/{busy_port}"
+    toml = run.folder / "run.toml"
+    toml.write_text("version = 1\n")
+    with Swarm(run) as swarm:
+        failing = {
+            "no preset": swarm.start("new", "-m", "spes_client.main", "run", "new", "--preset", "huge", "-o", toml),
+            "no key": swarm.start("sign", "-m", "spes_client.main", "run", "sign", toml, "--key", home / "none"),
+            "start key": swarm.bootstrap("b1", "--start-key", home / "none", start_key=False),
+            "no manifest": swarm.start("b2", "-m", "spes_bootstrap.main", "--manifest", home, "--dir", home),
+            "busy": swarm.volunteer("home", dead, options=("--listen", busy)),
+            "nowhere": swarm.volunteer("home2"),
+            "wrong": swarm.volunteer("home3", "/ip4/127.0.0.1/tcp/4001"),
+            "unreachable": swarm.volunteer("home4", dead),
+        }
+        assert "no preset 'huge'" in failing["no preset"].error(2)
+        assert "spes keys new" in failing["no key"].error(2)
+        assert "none" in failing["start key"].error(2)
+        assert "cannot read the manifest" in failing["no manifest"].error(2)
+        assert f"port {busy_port} is in use; choose another with --listen" in failing["busy"].error(2)
+        assert "--peer" in failing["nowhere"].error(2)
+        assert "is not a peer's address" in failing["wrong"].error(2)
+        assert "connection refused" in failing["unreachable"].error(3)
+    for name in ("home", "home2", "home3", "home4"):
+        left = {path.name for path in (run.folder / name).glob("*")}
+        assert left <= {"identity", "p2pd.log"}, name
+
+
+def test_the_wrong_run(run: Run, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other", groups=1, min_peers=1)
+    with Swarm(run) as swarm, Swarm(other) as elsewhere:
+        boot, away = swarm.bootstrap(start_key=False), elsewhere.bootstrap(start_key=False)
+        address, _, run_id = door(boot).partition("#")
+        away_address, _, away_id = door(away).partition("#")
+        volunteer = swarm.volunteer("v", f"{address}#{away_id}")
+        assert "not in " + away_id[:16] in volunteer.error(2)
+        assert not (volunteer.home / "pin").exists()
+
+        joined = swarm.volunteer("v", door(boot))
+        joined.wait_line("up to date")
+        joined.terminate()
+        assert joined.wait_exit() == 0
+
+        for address in (f"{away_address}#{away_id}", away_address):
+            assert away_id[:16] in swarm.volunteer("v", address).error(2)
+        assert (volunteer.home / "pin").read_text().strip() == run_id
+        assert [path.name for path in (volunteer.home / "runs").iterdir()] == [run_id]
+
+
+def test_a_full_disk(run: Run) -> None:
+    with Swarm(run) as swarm:
+        boot = swarm.bootstrap()
+        limit = (FILE_BYTES_MAX, FILE_BYTES_MAX)
+        volunteer = swarm.volunteer("v", door(boot), limits=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+        assert "disk full" in volunteer.error(2)
+        assert not list((volunteer.run_dir.snapshots_dir).iterdir())
+
+        again = swarm.volunteer("v", door(boot))
+        again.until_round(1)
+
+
+def test_data_that_cannot_be_had(run: Run) -> None:
+    with Swarm(run) as swarm:
+        boot = swarm.bootstrap()
+        steady = swarm.volunteer("steady", door(boot))
+        steady.until_round(1)
+        (shard,) = (Path(shard.url) for shard in run.manifest.record.data.sources[0].shards)
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+        changed = swarm.volunteer("changed", door(boot))
+        assert "digest" in changed.error(2)
+        shard.unlink()
+        gone = swarm.volunteer("gone", door(boot))
+        assert shard.name in gone.error(2)
+        steady.until_round(steady.status().round + 1)
+        same_ledger(steady, changed, gone)

@@ -1,0 +1,155 @@
+"""A run from its start through everything that happens to volunteers: joining, leaving, dying, pausing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from spes_p2p.store.chain import Step
+from tests.e2e.swarm import (
+    Swarm,
+    Volunteer,
+    door,
+    expecting_no_orphans,
+    make_run,
+    own_votes,
+    same_ledger,
+    states_fit,
+    wait_gone,
+)
+
+
+def contributed(step: Step, peer: str) -> bool:
+    """Whether a commit counts a peer's contribution."""
+    return step.value is not None and peer in {header.signer for header in step.value.headers}
+
+
+def until_contribution(volunteer: Volunteer, after: int) -> int:
+    """Wait for a commit of round `after` or later that counts this volunteer; returns its round."""
+    number = after
+    while True:
+        volunteer.until_round(number + 1)
+        for step in volunteer.steps():
+            if step.commit is not None and step.before.round >= after and contributed(step, volunteer.peer_id):
+                return step.before.round
+        number = volunteer.steps()[-1].after.round
+
+
+def groups_of(step: Step, peer: str) -> tuple[int, ...]:
+    member = step.after.member(peer)
+    return () if member is None else member.groups
+
+
+def test_a_swarm_outlives_its_bootstrap_and_its_volunteers(tmp_path: Path) -> None:
+    with Swarm(make_run(tmp_path)) as swarm:
+        boot = swarm.bootstrap()
+        first, paused, killed, steady = old = [swarm.volunteer(f"v{i}", door(boot)) for i in range(4)]
+        for volunteer in old:
+            volunteer.until_round(2)
+
+        with expecting_no_orphans(boot):
+            boot.signal(signal.SIGKILL)
+            boot.wait_exit()
+        since = steady.status().round
+        steady.until_round(max(3, since + 1))
+
+        fifth = swarm.volunteer("v4", paused.address)
+        fifth.until("a member", lambda status: any(m.me for m in status.members))
+        joined = until_contribution(fifth, fifth.status().round)
+        assert joined >= 3
+
+        # A clean leave: the newcomer, first standby in line, has the group within two rounds.
+        (group,) = groups_of(steady.steps()[-1], first.peer_id)
+        with expecting_no_orphans(first):
+            first.signal(signal.SIGTERM)
+            assert first.wait_exit() == 0
+        assert first.lines[-1] == "left the run"
+        steady.until("given on", lambda s: any(m.peer == fifth.peer_id and group in m.groups for m in s.members))
+        left = next(step for step in steady.steps() if step.value and step.value.releases)
+        taken = next(step for step in steady.steps() if group in groups_of(step, fifth.peer_id))
+        assert left.after.round <= taken.after.round <= left.after.round + 2
+        until_contribution(fifth, taken.after.round)
+
+        pauses(swarm, paused)
+        dies(killed, steady)
+        loses_its_trainer(steady)
+
+        swarm.spes("leave", "--dir", fifth.home)
+        assert fifth.wait_exit() == 0
+        assert fifth.lines[-1] == "left the run"
+        for volunteer in (paused, steady):
+            volunteer.until("without it", lambda s: all(m.peer != fifth.peer_id for m in s.members))
+
+        everyone = (first, paused, killed, steady, fifth)
+        same_ledger(*everyone)
+        votes_were_kept_to(*everyone)
+        for volunteer in everyone:
+            assert states_fit(volunteer) >= 2
+            assert "internal error" not in volunteer.text
+            assert "Traceback" not in volunteer.text
+
+
+def pauses(swarm: Swarm, volunteer: Volunteer) -> None:
+    """`spes pause` frees the trainer's memory, the peer goes on voting, `spes resume` brings it back."""
+    before = swarm.json("status", "--dir", volunteer.home)
+    assert before["trainer"] == "running"
+    assert before["peer_id"] == volunteer.peer_id
+    assert [m["me"] for m in before["members"] if m["peer"] == volunteer.peer_id] == [True]
+    trainer = before["trainer_pid"]
+    os.kill(trainer, 0)
+
+    assert "memory is free" in swarm.spes("pause", "--dir", volunteer.home).text
+    wait_gone(trainer, 1.0)
+    status = volunteer.status()
+    assert (status.trainer, status.trainer_pid) == ("paused", 0)
+    volunteer.until_round(status.round + 1)
+    missed = next(step for step in volunteer.steps() if step.after.round > before["round"] and misses(step, volunteer))
+    assert own_votes_in(volunteer, missed.before.round)
+
+    assert swarm.spes("resume", "--dir", volunteer.home).process.returncode == 0
+    volunteer.until("training again", lambda s: s.trainer == "running" and s.trainer_pid not in (0, trainer))
+    until_contribution(volunteer, volunteer.status().round)
+
+
+def misses(step: Step, owner: Volunteer) -> bool:
+    """Whether an owner's contribution is missing from a commit."""
+    member = step.before.member(owner.peer_id)
+    return member is not None and bool(member.groups) and not contributed(step, owner.peer_id)
+
+
+def dies(victim: Volunteer, witness: Volunteer) -> None:
+    """A killed volunteer leaves no process behind, loses its groups after lease_rounds, and training goes on."""
+    with expecting_no_orphans(victim):
+        victim.signal(signal.SIGKILL)
+        victim.wait_exit()
+    last = witness.until("rid of it", lambda s: all(m.peer != victim.peer_id for m in s.members)).round
+    steps = {step.before.round: step for step in witness.steps() if step.commit is not None}
+    rows = [step.after.member(victim.peer_id) for _, step in sorted(steps.items())]
+    assert [row.missed for row in rows if row is not None][-1] == 1
+    witness.until_round(last + 2)
+
+
+def loses_its_trainer(volunteer: Volunteer) -> None:
+    """A trainer that dies is started again, and its peer contributes again."""
+    trainer = volunteer.status().trainer_pid
+    seen = len(volunteer.lines)
+    os.kill(trainer, signal.SIGKILL)
+    volunteer.wait_line("trainer: killed by signal 9; starting it again", after=seen)
+    again = volunteer.until("training again", lambda s: s.trainer == "running" and s.trainer_pid not in (0, trainer))
+    until_contribution(volunteer, again.round)
+
+
+def own_votes_in(volunteer: Volunteer, number: int) -> list[bytes]:
+    epoch = volunteer.steps()[-1].after.epoch
+    with volunteer.run_dir.ledger() as db:
+        return db.own_votes(epoch, number)
+
+
+def votes_were_kept_to(*volunteers: Volunteer) -> None:
+    """Every precommit of a volunteer that stands in anybody's ledger is one that its own database remembers."""
+    votes = [vote for volunteer in volunteers for step in volunteer.steps() for vote in step.votes]
+    remembered = {volunteer.peer_id: own_votes(volunteer) for volunteer in volunteers}
+    mine = [vote for vote in votes if vote.signer in remembered]
+    assert len(mine) > len(volunteers)
+    assert [vote.record for vote in mine if vote.raw not in remembered[vote.signer]] == []
