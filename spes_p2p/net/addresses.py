@@ -64,7 +64,8 @@ def _check_host_and_port(text: str, parts: list[str], port_min: int = 1) -> None
     kind, host, transport, port = parts
     if kind in ("ip4", "ip6"):
         try:
-            version = ipaddress.ip_address(host).version
+            # A zone ("%eth0") may be any text to Python, none to the daemon, and means nothing to another machine.
+            version = ipaddress.ip_address(host).version if "%" not in host else None
         except ValueError:
             version = None
         if version != int(kind[2]):

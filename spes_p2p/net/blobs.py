@@ -17,7 +17,7 @@ from typing import Annotated, BinaryIO
 
 from spes_p2p.net.transport import Transport
 from spes_protocols.codec import Range, decode, encode
-from spes_protocols.errors import NetworkError, RemoteError, UserError
+from spes_protocols.errors import NetworkError, RemoteError, UserError, printable
 from spes_protocols.types import Count, Digest
 
 CHUNK_BYTES = 64 * 1024
@@ -26,6 +26,7 @@ RANGE_BYTES_MAX = 64 * 1024 * 1024
 """One stream carries at most this much: long ones would keep to a relay after a direct connection came up."""
 
 _METHOD = "blob"
+_REASONS_CHARACTERS_MAX = 600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +73,16 @@ async def fetch_blob(
 ) -> list[str]:
     """Complete the file `partial_path` to `size` bytes from the holders, in their order, each from where it stands.
 
-    Goes on to the next holder when one fails, sends wrong lengths or sends nothing for `idle_seconds`, and round again
-    as long as a round brings bytes. `report` is told the bytes present. Returns the peers that bytes came from now, so
-    that a wrong digest can be laid at somebody's door. Raises `NetworkError` with each holder's reason, keeping what
-    arrived; `UserError` when the disk is full.
+    Goes on to the next holder when one fails, sends wrong lengths, sends nothing for `idle_seconds` or has used half of
+    the time that was left, and round again as long as a round brings bytes. `report` is told the bytes present. Returns
+    the peers that bytes came from now, so that a wrong digest can be laid at somebody's door. Raises `NetworkError` with
+    the holders' reasons, keeping what arrived; `UserError` when the disk is full.
     """
     reasons: dict[str, str] = {}
     used: list[str] = []
     present = 0
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + deadline_seconds
     try:
         with partial_path.open("ab") as file:
             if file.tell() > size:
@@ -90,8 +93,10 @@ async def fetch_blob(
                     before = file.tell()
                     for holder in holders:
                         present = file.tell()
+                        # Each may be slow, for a while: a sender must not keep others from those who have its blob.
+                        until = clock() + (deadline - clock()) / 2 if len(holders) > 1 else deadline
                         try:
-                            await _fetch_from(transport, holder, digest, size, file, idle_seconds, report)
+                            await _fetch_from(transport, holder, digest, size, file, idle_seconds, until, report)
                         except (NetworkError, RemoteError) as error:
                             reasons[holder] = str(error)
                         if file.tell() > present and holder not in used:
@@ -116,9 +121,10 @@ async def _fetch_from(
     size: int,
     file: BinaryIO,
     idle_seconds: float,
+    until: float,
     report: Callable[[int], None] | None,
 ) -> None:
-    """Append to the file until it has `size` bytes or the holder fails."""
+    """Append to the file until it has `size` bytes, the holder fails, or the loop's clock says `until`."""
     while (offset := file.tell()) < size:
         length = min(RANGE_BYTES_MAX, size - offset)
         request = encode(BlobRange(blob=digest, offset=offset, length=length))
@@ -131,10 +137,12 @@ async def _fetch_from(
                 await asyncio.to_thread(file.write, chunk)
                 if report is not None:
                     report(file.tell())
+                if asyncio.get_running_loop().time() > until and file.tell() < size:
+                    raise NetworkError(f"{holder} is slow")
         if file.tell() != offset + length:
             raise RemoteError("size", f"ended {offset + length - file.tell()} bytes early", holder)
 
 
 def _failure(digest: bytes, present: int, size: int, reasons: dict[str, str]) -> str:
-    told = "; ".join(reasons.values()) or "nobody is said to hold it"
+    told = printable("; ".join(reasons.values()), _REASONS_CHARACTERS_MAX) or "nobody is said to hold it"
     return f"blob {digest.hex()[:16]} stopped at {present} of {size} bytes: {told}"

@@ -17,7 +17,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
-from spes_protocols.errors import NetworkError
+from spes_protocols.errors import NetworkError, printable
 
 _READ_BYTES = 1 << 18
 _P2P = b"\xa5\x03"
@@ -42,7 +42,10 @@ class Control:
 
     async def connect(self, peer: str, addresses: Sequence[str]) -> None:
         """Connect to a peer at any of the multiaddrs (given without its peer id); at once if it is connected."""
-        raw = [_packed(address) for address in addresses]
+        try:
+            raw = [_packed(address) for address in addresses]
+        except ValueError as error:
+            raise NetworkError(f"the network daemon has no form for an address of {peer}: {error}") from None
         connect = p2pd_pb2.ConnectRequest(peer=PeerID.from_base58(peer).to_bytes(), addrs=raw)
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect))
 
@@ -107,7 +110,7 @@ class Control:
         except (asyncio.IncompleteReadError, OSError):
             raise NetworkError("the network daemon ended while it was asked") from None
         if response.type == p2pd_pb2.Response.ERROR:
-            raise NetworkError(" ".join(response.error.msg.split())[:400])
+            raise NetworkError(printable(" ".join(response.error.msg.split()), 400))
         return response
 
 

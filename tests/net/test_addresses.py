@@ -32,6 +32,8 @@ def test_an_address_with_and_without_a_run_id(address: str) -> None:
         (f"ip4/1.2.3.4/tcp/4001/p2p/{PEER}", "not a peer's address"),
         (f"/ip4/1.2.3/tcp/4001/p2p/{PEER}", "not an IPv4 address"),
         (f"/ip6/1.2.3.4/tcp/4001/p2p/{PEER}", "not an IPv6 address"),
+        (f"/ip6/fe80::1%eth0/tcp/4001/p2p/{PEER}", "not an IPv6 address"),
+        (f"/ip6/fe80::1%\x1b[2J/tcp/4001/p2p/{PEER}", "not an IPv6 address"),
         (f"/dns4/-x/tcp/4001/p2p/{PEER}", "not a host name"),
         (f"/onion/x/tcp/4001/p2p/{PEER}", "/onion is not supported"),
         (f"/ip4/1.2.3.4/udp/4001/p2p/{PEER}", "/udp is not supported"),
