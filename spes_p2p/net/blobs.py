@@ -75,7 +75,7 @@ async def fetch_blob(
 
     Goes on to the next holder when one fails, sends wrong lengths, sends nothing for `idle_seconds` or has used half of
     the time that was left, and round again as long as a round brings bytes. `report` is told the bytes present. Returns
-    the peers that bytes came from now, so that a wrong digest can be laid at somebody's door. Raises `NetworkError` with
+    the peers that bytes came from now, so that a wrong digest has an author. Raises `NetworkError` with
     the holders' reasons, keeping what arrived; `UserError` when the disk is full.
     """
     reasons: dict[str, str] = {}

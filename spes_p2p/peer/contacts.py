@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
@@ -26,6 +27,12 @@ FRESH_SECONDS = 120.0
 
 PEERS_MAX = 1024
 CALL_SECONDS = 8.0
+CALLS_AT_ONCE = 64
+PAUSE_SECONDS_MAX = 300.0
+"""A peer that does not answer is tried again after pauses that double up to this, or when it speaks."""
+
+RECORDS_READ_MAX = 256
+"""New records taken from one look-up in the DHT, drawn by chance: opening one costs a signature check."""
 
 
 class DirectoryLike(Protocol):
@@ -59,6 +66,8 @@ class Contacts:
         self._known: dict[str, Signed[Presence]] = {}
         self._heard: dict[str, float] = {}
         self._hello_sent: dict[str, float] = {}
+        self._failures: dict[str, int] = {}
+        self._places = asyncio.Semaphore(CALLS_AT_ONCE)
 
     def fresh(self) -> list[str]:
         """Peers heard of lately, whom records are sent to."""
@@ -76,9 +85,11 @@ class Contacts:
         return None if signed is None else signed.record
 
     def heard_from(self, peer: str) -> None:
-        """A peer has just spoken to us."""
-        if peer in self._heard or len(self._heard) < PEERS_MAX:
-            self._heard[peer] = time.monotonic()
+        """A peer has just spoken to us. Of too many, those who have been silent for longest are forgotten."""
+        self._heard[peer] = time.monotonic()
+        self._failures.pop(peer, None)
+        if len(self._heard) > PEERS_MAX:
+            del self._heard[min(self._heard, key=self._heard.__getitem__)]
 
     async def own(self) -> Signed[Presence]:
         """This peer's presence as of now."""
@@ -87,6 +98,7 @@ class Contacts:
     async def on_hello(self, sender: str, request: bytes) -> bytes:
         """Answer a hello: take the sender's presence, give our own and the others known."""
         presence = unseal(request, Presence, peer=sender)
+        _check_own(presence, sender)
         self._note(presence, direct=True)
         if presence.record.addresses:  # not a visitor, such as `spes run end`, which is gone in a moment
             self.heard_from(sender)
@@ -99,18 +111,33 @@ class Contacts:
         reply = decode(
             HelloReply, await self._transport.call(peer, HELLO, raw, timeout_seconds=CALL_SECONDS), peer=peer
         )
+        own, *others = reply.presences
+        presence = unseal(own, Presence, peer=peer)
+        _check_own(presence, peer)
         self.heard_from(peer)
-        for number, envelope in enumerate(reply.presences):
-            with contextlib.suppress(RemoteError):
-                self._note(unseal(envelope, Presence), direct=number == 0)
+        self._note(presence, direct=True)
+        self._take(others)
 
     async def hello_soon(self, peer: str, seconds: float = 1.0) -> None:
-        """Say hello unless that was done within `seconds`; failures are nobody's business."""
+        """Say hello to a contact unless that was done within `seconds`; failures are nobody's business.
+
+        Somebody who is only named in a record is no contact: records can name anybody.
+        """
+        if peer not in self._known and peer not in self._heard:
+            return
+        failures = self._failures.get(peer, 0)
+        pause = (
+            max(seconds, min(HELLO_SECONDS * 2 ** min(failures - 1, 10), PAUSE_SECONDS_MAX)) if failures else seconds
+        )
         now = time.monotonic()
-        if now - self._hello_sent.get(peer, -1e9) >= seconds:
-            self._hello_sent[peer] = now
-            with contextlib.suppress(NetworkError, RemoteError):
+        if now - self._hello_sent.get(peer, -1e9) < pause:
+            return
+        self._hello_sent[peer] = now
+        try:
+            async with self._places:
                 await self.hello(peer)
+        except (NetworkError, RemoteError):
+            self._failures[peer] = failures + 1
 
     async def hello_all(self, peers: Iterable[str] | None = None) -> None:
         """Say hello to everybody known, at the same time."""
@@ -128,12 +155,19 @@ class Contacts:
                         own = await self.own()
                         await self.directory.publish("presence", own.raw, LIFETIME_SECONDS)
                         published = time.monotonic()
-                    for raw in await self.directory.lookup("presence"):
-                        with contextlib.suppress(RemoteError):
-                            self._note(unseal(raw, Presence), direct=False)
+                    found = await self.directory.lookup("presence")
+                    self._take(random.sample(found, min(len(found), RECORDS_READ_MAX)))
                 except NetworkError:
                     published = -1e9
             await asyncio.sleep(HELLO_SECONDS)
+
+    def _take(self, envelopes: Iterable[bytes]) -> None:
+        """Note presences that somebody else handed us; those we have are not opened again."""
+        seen = {signed.raw for signed in self._known.values()}
+        for raw in envelopes:
+            if raw not in seen:
+                with contextlib.suppress(RemoteError):
+                    self._note(unseal(raw, Presence), direct=False)
 
     def _note(self, signed: Signed[Presence], *, direct: bool) -> None:
         record, peer = signed.record, signed.signer
@@ -148,10 +182,23 @@ class Contacts:
         known = self._known.get(peer)
         if known is not None and known.record.expires > record.expires:
             return
-        if known is None and len(self._known) >= PEERS_MAX:
+        if known is None and len(self._known) >= PEERS_MAX and not (direct and self._forget_one()):
             return
         self._known[peer] = signed
         self._transport.add_address(peer, list(record.addresses))
         if direct:
             self.heard_from(peer)
         self._on_presence(signed)
+
+    def _forget_one(self) -> bool:
+        """Make room for a peer that speaks to us, at the cost of the one that has been silent for longest."""
+        silent = min(self._known, key=lambda peer: self._heard.get(peer, -1e9))
+        for table in (self._known, self._hello_sent, self._failures):
+            table.pop(silent, None)
+        return True
+
+
+def _check_own(presence: Signed[Presence], peer: str) -> None:
+    """Nobody says hello in another's name: who is heard of is sent records, and is called."""
+    if presence.signer != peer:
+        raise RemoteError("identity", f"a presence of {presence.signer} instead of its own", peer)
