@@ -126,9 +126,7 @@ class Contacts:
         if peer not in self._known and peer not in self._heard:
             return
         failures = self._failures.get(peer, 0)
-        pause = (
-            max(seconds, min(HELLO_SECONDS * 2 ** min(failures - 1, 10), PAUSE_SECONDS_MAX)) if failures else seconds
-        )
+        pause = min(HELLO_SECONDS * 2 ** min(failures - 1, 10), PAUSE_SECONDS_MAX) if failures else seconds
         now = time.monotonic()
         if now - self._hello_sent.get(peer, -1e9) < pause:
             return
@@ -182,20 +180,21 @@ class Contacts:
         known = self._known.get(peer)
         if known is not None and known.record.expires > record.expires:
             return
-        if known is None and len(self._known) >= PEERS_MAX and not (direct and self._forget_one()):
-            return
+        if known is None and len(self._known) >= PEERS_MAX:
+            if not direct:
+                return
+            self._forget_one()
         self._known[peer] = signed
         self._transport.add_address(peer, list(record.addresses))
         if direct:
             self.heard_from(peer)
         self._on_presence(signed)
 
-    def _forget_one(self) -> bool:
+    def _forget_one(self) -> None:
         """Make room for a peer that speaks to us, at the cost of the one that has been silent for longest."""
         silent = min(self._known, key=lambda peer: self._heard.get(peer, -1e9))
         for table in (self._known, self._hello_sent, self._failures):
             table.pop(silent, None)
-        return True
 
 
 def _check_own(presence: Signed[Presence], peer: str) -> None:
