@@ -314,17 +314,18 @@ class Participant:
         peer = signed.signer
         if peer in self.headers or peer in self._offers:
             return []
+        outputs: list[Output] = []
         try:
             check_header(self.manifest, self.head, signed)
+            self.headers[peer] = signed
+            outputs += self._ask(signed)
         except RemoteError as error:
             if self._is_provable(error.check, signed):
                 self._offers[peer] = signed
                 self.verdicts[signed.id] = Verdict(error.check)
-            return [Refused(peer, error.check, error.detail)]
-        self.headers[peer] = signed
-        if peer == self.me:
+            outputs.append(Refused(peer, error.check, error.detail))
+        if peer == self.me and peer in self.headers:
             self._resend_at = now + self.manifest.rounds.vote_seconds
-        outputs = self._ask(signed)
         if self._grace_until is None and self._has_quorum():
             self._grace_until = now + self.manifest.rounds.grace_seconds
             self._blobs_until = self._grace_until + self.manifest.rounds.blob_seconds
