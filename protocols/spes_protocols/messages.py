@@ -313,7 +313,7 @@ class Ban:
 class End:
     """Organizer record that ends the run with the commit that carries it (SPEC 5.10).
 
-    It holds in the epoch it names, in any if it names none: whoever kept it must not end a run that a reset has resumed.
+    It holds in the epoch it names, in any if it names none: whoever kept it must not end a run that a reset resumed.
     """
 
     KIND: ClassVar[str] = "end"
