@@ -233,14 +233,14 @@ class Peer:
                     if first or self._may_be_ahead(peer):
                         await self._ledger_from(peer)
                 try:
-                    if self.options.computes:
+                    if self.options.computes and not self._is_over():
                         await self.syncer.state()
                     if self.chain.length != before or first:
                         await self.shell.moved(None)
                     self._report("", -1.0)
                     return
                 except NetworkError as error:
-                    self.note(str(error))
+                    self.note(f"{error}; trying again")
             await asyncio.sleep(2.0)
             await self.contacts.hello_all()
 
@@ -317,6 +317,10 @@ class Peer:
             self._check_finished()
         self._changed()
 
+    def _is_over(self) -> bool:
+        """Whether a volunteer has come to a run that has ended: nothing to train, and perhaps nobody to ask."""
+        return self.chain.head.ended and self.options.trains
+
     def _check_finished(self) -> None:
         head = self.chain.head
         limit = self.options.rounds_max
@@ -326,7 +330,7 @@ class Peer:
             self.failure = UserError(f"the organizer has banned this peer{self._order_reason(Ban)}")
             self._finished.set()
         gone = self.leaving and head.member(self.identity.peer_id) is None
-        if gone or (head.ended and self.options.trains) or (limit is not None and head.round >= limit):
+        if gone or self._is_over() or (limit is not None and head.round >= limit):
             self._finished.set()
 
     def _order_reason(self, kind: type[Ban] | type[End]) -> str:
