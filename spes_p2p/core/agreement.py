@@ -24,6 +24,9 @@ NIL = b""
 VIEWS_AHEAD_MAX = 100
 """Votes for views further ahead than this are dropped, so that memory stays bounded."""
 
+OTHERS_MAX = 4
+"""Further proposals of one leader in one view that are looked at, for the proof they may carry."""
+
 PROPOSALS_AHEAD_MAX = 2
 """The same for proposals, which are large; they are sent again once this peer is there."""
 
@@ -132,6 +135,7 @@ class _View:
 
     proposal: Signed[Proposal] | None = None
     proposed_id: bytes = NIL
+    others: int = 0
     prevotes: dict[str, Signed[Prevote]] = field(default_factory=dict)
     precommits: dict[str, Signed[Precommit]] = field(default_factory=dict)
     prevoted: dict[bytes, int] = field(default_factory=lambda: defaultdict(int))
@@ -211,20 +215,28 @@ class Agreement:
         self._arm_resend(now)
         return self._progress(now)
 
+    def expects(self, signed: Signed[Proposal]) -> bool:
+        """Whether a proposal is worth opening: that is up to thousands of signatures, and anybody can send one."""
+        number = signed.record.view
+        if not self._in_reach(number, PROPOSALS_AHEAD_MAX) or not self.electorate.owners:
+            return False
+        if signed.signer != self.electorate.leader(number):
+            return False
+        view = self._views.get(number)
+        known = None if view is None else view.proposal
+        return view is None or known is None or (known.raw != signed.raw and view.others < OTHERS_MAX)
+
     def on_proposal(
         self, signed: Signed[Proposal], value: VerifiedSet, polc: tuple[Signed[Prevote], ...], now: float
     ) -> list[Output]:
         """A proposal whose set was opened; `polc` are the prevotes it carries as proof."""
         record = signed.record
-        if not self._in_reach(record.view, PROPOSALS_AHEAD_MAX) or not self.electorate.owners:
-            return []
-        if signed.signer != self.electorate.leader(record.view):
-            return []
-        known = self._views[record.view].proposal
-        if known is not None and known.raw == signed.raw:
-            return []  # sent again; its digest is not worth computing twice
-        value_id = value.id
-        if known is None:
+        if not self.expects(signed):
+            return []  # sent again, say; its digest is not worth computing twice
+        value_id, view = value.id, self._views[record.view]
+        if view.proposal is not None:
+            view.others += 1
+        else:
             self._sets.setdefault(value_id, value)
             self._note_proposal(signed, value_id)
         return self._take_proof(record, value_id, polc) + self._progress(now)

@@ -36,6 +36,9 @@ from spes_protocols.types import PEERS_MAX
 CLAIMS_MAX = 256
 """Claims in one set (SPEC 4.2): a flood of identities may not crowd out everything else in a record."""
 
+SET_BYTES_MAX = 1536 * 1024
+"""Bytes of a set's envelopes in all (SPEC 5.3): with its proof it fits into a proposal, with its votes into a reply."""
+
 
 def opened(manifest: Manifest, head: Head, opening: Signed[Start] | Signed[Reset]) -> Head:
     """The head after an organizer's opening record (SPEC 5.10).
@@ -174,6 +177,9 @@ def check_set_place(manifest: Manifest, head: Head, value: VerifiedSet) -> None:
     named = (value.value.run_id, value.value.epoch, value.value.round, value.value.parent)
     if named != (head.run_id, head.epoch, head.round, head.id):
         raise RemoteError("base", f"the set is not for round {head.round} of this ledger")
+    size = _envelope_bytes(value)
+    if size > SET_BYTES_MAX:
+        raise RemoteError("size", f"the set's records have {size} bytes where at most {SET_BYTES_MAX} are allowed")
     headed = [h.signer for h in value.headers] + [h.signer for _, h in value.refused]
     if len(set(headed)) != len(headed):
         raise RemoteError("sections", "a peer's contribution is both counted and refused, or there twice")
@@ -192,6 +198,11 @@ def check_set_place(manifest: Manifest, head: Head, value: VerifiedSet) -> None:
         check_release(head, release)
     for order in value.orders:
         check_order(manifest, head, order)
+
+
+def _envelope_bytes(value: VerifiedSet) -> int:
+    records = (*value.headers, *value.claims, *value.releases, *value.orders, *(h for _, h in value.refused))
+    return sum(len(record.raw) for record in records)
 
 
 def _remember(old: Head, new: Head) -> tuple[tuple[int, bytes, bytes], ...]:

@@ -27,6 +27,7 @@ from spes_p2p.core.ladder import (
 )
 from spes_p2p.core.ledger import (
     CLAIMS_MAX,
+    SET_BYTES_MAX,
     check_claim_place,
     check_order,
     check_release,
@@ -56,8 +57,7 @@ POOL_MAX = 1024
 """Claims of outsiders that are kept for a coming set; more are dropped, they will be sent again."""
 
 REFUSALS_MAX = 256
-"""Refused contributions in one set, so that outsiders with invalid headers can not make it too large to send."""
-
+"""Refused contributions in one set, and invalid headers of standbys that are kept for it."""
 
 _ORDERS_MAX = 64
 
@@ -186,8 +186,21 @@ class Participant:
             outputs += self.on_message(header, now)
         return outputs
 
+    def expects(self, proposal: Signed[Proposal]) -> bool:
+        """Whether a proposal is worth opening: from the leader of its view, or an owner's for the coming round."""
+        epoch, number = self._place(proposal.record)
+        if (epoch, number) == (self.head.epoch, self.head.round):
+            return not self.head.ended and self.agreement.expects(proposal)
+        early = (proposal.signer, Proposal.KIND)
+        return (
+            number == self.head.round + 1 and proposal.signer in self._electorate.weights and early not in self._early
+        )
+
     def on_message(self, message: RoundMessage, now: float, *, opened: Opened | None = None) -> list[Output]:
-        """A verified message from the network, or an own header. Proposals come with their content opened."""
+        """A verified message from the network, or an own header.
+
+        Proposals come with their content opened, unless they were not expected.
+        """
         record = message.record
         if isinstance(record, Claim | Release | Ban | End):
             return self._on_pooled(message)  # type: ignore[arg-type]
@@ -199,7 +212,8 @@ class Participant:
         if isinstance(record, Header):
             return self._on_header(message, now)  # type: ignore[arg-type]
         if isinstance(record, Proposal):
-            assert opened is not None
+            if opened is None:
+                return []
             outputs = self.agreement.on_proposal(message, opened.value, opened.polc, now)  # type: ignore[arg-type]
         else:
             outputs = self.agreement.on_vote(message, now)  # type: ignore[arg-type]
@@ -278,7 +292,8 @@ class Participant:
         if message.signer == self.me:
             return []
         if epoch != self.head.epoch or number > self.head.round:
-            if number == self.head.round + 1 and self.head.member(message.signer) is not None:
+            useful = opened is not None or not isinstance(message.record, Proposal)
+            if useful and number == self.head.round + 1 and self.head.member(message.signer) is not None:
                 self._early[(message.signer, message.record.KIND)] = (message, opened)  # one each: all are sent again
             return [Behind(message.signer, number)]
         return [Help(message.signer)] if isinstance(message.record, Prevote | Precommit | Header) else []
@@ -289,6 +304,10 @@ class Participant:
             return [Refused(message.signer, problem.check, problem.detail)]
         record = message.record
         key = (record.KIND, record.peer if isinstance(record, Ban) else message.signer)
+        known = self._pool.get(key)
+        claimed = known.record.round if known is not None and isinstance(known.record, Claim) else 0
+        if isinstance(record, Claim) and record.round < claimed:
+            return []  # anybody may play an older one again
         is_outsider = isinstance(record, Claim) and self.head.member(message.signer) is None
         if not is_outsider or key in self._pool or len(self._pool) < POOL_MAX:
             self._pool[key] = message
@@ -320,7 +339,8 @@ class Participant:
             self.headers[peer] = signed
             outputs += self._ask(signed)
         except RemoteError as error:
-            if self._is_provable(error.check, signed):
+            has_room = peer in self._electorate.weights or len(self._offers) < REFUSALS_MAX
+            if has_room and self._is_provable(error.check, signed):
                 self._offers[peer] = signed
                 self.verdicts[signed.id] = Verdict(error.check)
             outputs.append(Refused(peer, error.check, error.detail))
@@ -372,25 +392,27 @@ class Participant:
         return checked or now >= self._blobs_until
 
     def _build(self) -> VerifiedSet | None:
-        """The set this leader proposes: all it could check, refusals by name, and what the pool holds."""
+        """The set this leader proposes: all it could check, refusals by name, and what the pool holds.
+
+        What does not fit is left out, whatever others have pushed: good contributions of owners come first.
+        """
+        room = _Room(SET_BYTES_MAX)
         good: dict[str, Signed[Header]] = {}
         refused: list[tuple[str, Signed[Header]]] = []
-        for peer, header in sorted((self.headers | self._offers).items()):
-            verdict = self.verdicts.get(header.id)
-            if verdict is not None and verdict.check is None:
-                good[peer] = header
-            elif verdict is not None and verdict.check is not None:
-                refused.append((verdict.check, header))
+        for check, header in self._judged_headers():
+            if check is None:
+                if room.takes(header):
+                    good[header.signer] = header
+            elif len(refused) < REFUSALS_MAX and room.takes(header):
+                refused.append((check, header))
         refused += [("norm", good.pop(peer)) for peer in self._norm_offenders(good.values())]
-        refused = [r for r in refused if self._is_provable(*r)]
-        refused.sort(key=lambda pair: (pair[1].signer not in self._electorate.weights, pair[1].signer))
-        refused = sorted(refused[:REFUSALS_MAX], key=lambda pair: pair[1].signer)
+        refused.sort(key=lambda pair: pair[1].signer)
         if not self._electorate.is_quorum(self._electorate.weight([*good, *(h.signer for _, h in refused)])):
             return None
         pool = [m for m in self.pooled() if self._pool_problem(m) is None]
-        claims = self._chosen_claims(_of(pool, Claim))
-        releases = _of(pool, Release)
-        orders = _of(pool, Ban, End)[:_ORDERS_MAX]
+        orders = [order for order in _of(pool, Ban, End)[:_ORDERS_MAX] if room.takes(order)]
+        releases = [release for release in _of(pool, Release) if room.takes(release)]
+        claims = [claim for claim in self._chosen_claims(_of(pool, Claim)) if room.takes(claim)]
         headers = tuple(good[peer] for peer in sorted(good))
         value = ProposedSet(
             run_id=self.head.run_id,
@@ -404,6 +426,16 @@ class Participant:
             orders=tuple(o.raw for o in orders),
         )
         return VerifiedSet(value, headers, tuple(refused), tuple(claims), tuple(releases), tuple(orders))
+
+    def _judged_headers(self) -> list[tuple[str | None, Signed[Header]]]:
+        """(failed check or None, header) of all that may be in a set, in order: owners first, then good ones first."""
+        judged = []
+        for header in (self.headers | self._offers).values():
+            verdict = self.verdicts.get(header.id)
+            if verdict is not None and (verdict.check is None or self._is_provable(verdict.check, header)):
+                judged.append((verdict.check, header))
+        weights = self._electorate.weights
+        return sorted(judged, key=lambda pair: (pair[1].signer not in weights, pair[0] is not None, pair[1].signer))
 
     def _chosen_claims(self, claims: list[Signed[Claim]]) -> list[Signed[Claim]]:
         """Members' claims first, then outsiders' as far as there is room."""
@@ -473,6 +505,20 @@ class Participant:
             else:
                 result.append(output)
         return result
+
+
+class _Room:
+    """The bytes that are left in a set."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+
+    def takes(self, message: Signed[Any]) -> bool:
+        """Whether a record fits, which then takes its place."""
+        if len(message.raw) > self._left:
+            return False
+        self._left -= len(message.raw)
+        return True
 
 
 def _of(pool: list[Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End]], *kinds: type) -> list:  # type: ignore[type-arg]

@@ -163,7 +163,7 @@ class Shell:
 
     def _take(self, message: Signed[Any]) -> list[rounds.Output]:
         opened = None
-        if isinstance(message.record, Proposal):
+        if isinstance(message.record, Proposal) and self.participant.expects(message):
             value = verify_set(message.record.value, peer=message.signer)
             opened = Opened(value, unseal_votes(message.record.polc, Prevote, peer=message.signer))
         return self.participant.on_message(message, self._clock(), opened=opened)
