@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spes_p2p.core.head import Head, genesis
@@ -270,6 +270,7 @@ def test_tables_that_the_rules_could_not_make(rows: list[Member], message: str) 
         check_table(make_manifest(), rows)
 
 
+@settings(max_examples=30)
 @given(st.data())
 def test_any_sequence_of_rounds_keeps_a_table_that_the_rules_allow(data: st.DataObject) -> None:
     manifest = make_manifest(groups=5, min_peers=3, lease_rounds=2, offences_max=2)
