@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -22,7 +23,9 @@ def test_a_sender_that_drips_its_blob_does_not_use_up_the_time_of_all_holders(tm
     async def drip(sender: str, request: bytes) -> AsyncIterator[bytes]:
         for start in range(0, len(BLOB), CHUNK_BYTES):
             yield BLOB[start : start + CHUNK_BYTES]
-            await asyncio.sleep(0.2)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await asyncio.Event().wait()
 
     async def whole() -> list[str]:
         network: dict[str, MemoryTransport] = {}
