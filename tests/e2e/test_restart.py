@@ -1,0 +1,64 @@
+"""Volunteers that are killed come back as themselves: alone, all at once, and never twice at the same time."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+from safetensors import safe_open
+
+from tests.e2e.swarm import Swarm, Volunteer, door, expecting_no_orphans, make_run, same_ledger, states_fit
+from tests.e2e.test_swarm import until_contribution, votes_were_kept_to
+
+
+def moments(volunteer: Volunteer) -> dict[str, int]:
+    """How many steps the optimiser has taken on each parameter, by the trainer's file."""
+    (path,) = volunteer.run_dir.optim_dir.glob("*.safetensors")
+    with safe_open(path, framework="numpy") as file:
+        steps: dict[str, int] = json.loads(file.metadata()["steps"])
+    return steps
+
+
+def test_volunteers_come_back_as_themselves(tmp_path: Path) -> None:
+    with Swarm(make_run(tmp_path)) as swarm:
+        boot = swarm.bootstrap()
+        victim, *others = [swarm.volunteer(f"v{i}", door(boot)) for i in range(4)]
+        for volunteer in (victim, *others):
+            volunteer.until_round(3)
+
+        # A second process on the same home is turned away, and the first goes on.
+        second = swarm.volunteer("v1", door(boot))
+        assert f"in use by pid {others[0].pid}" in second.error(2)
+
+        # Killed in the middle of a round.
+        victim.until("training", lambda s: s.phase == "training" and s.step > 0)
+        with expecting_no_orphans(victim):
+            victim.signal(signal.SIGKILL)
+            victim.wait_exit()
+        owner, before = victim.peer_id, moments(victim)
+        again = swarm.volunteer("v0", door(boot))
+        back = until_contribution(again, again.status().round)
+        assert again.peer_id == owner
+        after = moments(again)
+        assert before.keys() <= after.keys()
+        assert all(after[name] > steps for name, steps in before.items())
+        others[0].until_round(back + 1)
+
+        # All at once, and the address that they once pasted leads nowhere any more.
+        everyone = [again, *others]
+        for program in (boot, *everyone):
+            program.signal(signal.SIGKILL)
+        for program in (boot, *everyone):
+            program.wait_exit()
+        last = max(volunteer.steps()[-1].after.round for volunteer in everyone)
+        everyone = [swarm.volunteer(f"v{i}", door(boot)) for i in range(4)]
+        for volunteer in everyone:
+            volunteer.until_round(last + 2)
+
+        same_ledger(*everyone)
+        votes_were_kept_to(*everyone)
+        assert all(states_fit(volunteer) >= 2 for volunteer in everyone)
+        for program in swarm.programs:
+            assert "internal error" not in program.text
+            assert "Traceback" not in program.text
