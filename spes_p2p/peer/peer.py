@@ -23,6 +23,7 @@ from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.directory import Directory, run_key
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.peer import retention, status
+from spes_p2p.peer.ahead import Ahead
 from spes_p2p.peer.contacts import LIFETIME_SECONDS, Contacts
 from spes_p2p.peer.contribution import Publisher
 from spes_p2p.peer.control import ControlServer
@@ -99,6 +100,7 @@ class Peer:
             self.manifest, transport, self.contacts, self.chain, self.states, self.blobs, self.worker,
             report=self._report, log=self.note,
         )  # fmt: skip
+        self._ahead = Ahead(self.chain, self.contacts, self.syncer)
         self.shell = Shell(
             identity, self.chain, self.syncer, self.worker, self.outbox,
             everyone=self._everyone, computes=options.computes, on_head=self._on_head, on_behind=self._on_behind,
@@ -225,26 +227,32 @@ class Peer:
         self.contacts.directory = _RunDirectory(self._directory, self.run_dir.run_id)
 
     async def _catch_up(self, first: bool = False) -> None:
-        """Ledger from everybody who may be ahead, then the state; retries as long as nobody can help."""
+        """Ledger from those who are ahead, then the state; retries as long as nobody can help."""
         while True:
+            # Asked outside the lock, which our own commits need: anybody can say that it is ahead, and then be silent.
+            peer = await self._ahead.someone(everybody=first)
             async with self.shell.advancing:
                 before = self.chain.length
-                for peer in self.contacts.fresh():
-                    if first or self._may_be_ahead(peer):
-                        await self._ledger_from(peer)
+                while peer is not None:
+                    await self._ledger_from(peer)
+                    peer = await self._ahead.someone(everybody=True) if first else None
+                came = self.chain.length - before
                 try:
                     if self.options.computes and not self._is_over():
                         await self.syncer.state()
-                    if self.chain.length != before or first:
+                    if came or first:
                         await self.shell.moved(None)
                     self._report("", -1.0)
-                    return
+                    if first or not came:
+                        return
+                    continue
                 except NetworkError as error:
                     self.note(f"{error}; trying again")
             await asyncio.sleep(2.0)
             await self.contacts.hello_all()
 
     async def _ledger_from(self, peer: str) -> None:
+        came = 0
         try:
             came = await self.syncer.ledger_from(peer)
             if came > 1:  # a single one is what a peer next to the others misses now and then
@@ -253,14 +261,8 @@ class Peer:
                 )
         except (NetworkError, RemoteError) as error:
             self.note(f"ledger of {peer}: {error}")
-
-    def _may_be_ahead(self, peer: str) -> bool:
-        presence = self.contacts.presence(peer)
-        if presence is None:
-            return True
-        return presence.round > self.chain.head.round or (
-            presence.round == self.chain.head.round and presence.head != self.chain.head.id
-        )
+        if not came:
+            self._ahead.was_wrong(peer)
 
     async def _catch_up_when_behind(self) -> None:
         while True:
@@ -268,10 +270,10 @@ class Peer:
             while not self._behind.empty():
                 self._behind.get_nowait()
             await self.contacts.hello_soon(peer)
-            if self._may_be_ahead(peer):
+            if self._ahead.may_be(peer):
                 # A peer that has just committed is ahead for a moment; our own commit is under way then.
                 await asyncio.sleep(0.5)
-                if self._may_be_ahead(peer):
+                if self._ahead.may_be(peer):
                     try:
                         await self._catch_up()
                     except SpesError as error:  # a full disk, say: whoever speaks of a later round wakes us again

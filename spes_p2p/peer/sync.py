@@ -42,6 +42,9 @@ from spes_protocols.requests import (
 )
 
 CALL_SECONDS = 20.0
+LEDGER_SECONDS = 60.0
+"""How long one peer may let us wait for its ledger in all; another has it too."""
+
 IDLE_SECONDS = 15.0
 HOLDERS_AT_ONCE = 4
 BLOB_TRIES = 3
@@ -81,19 +84,32 @@ class Syncer:
 
     async def ledger_from(self, peer: str) -> int:
         """Append what `peer` has beyond our head; returns how many records. Raises `NetworkError`, `RemoteError`."""
-        came = 0
+        came, waited = 0, 0.0
         while True:
-            request = encode(ChainRequest(first=self._chain.length))
-            raw = await self._transport.call(peer, CHAIN, request, timeout_seconds=CALL_SECONDS)
-            reply = decode(ChainReply, raw, peer=peer)
+            asked = time.monotonic()
+            reply = await self._ledger_part(peer)
+            waited += time.monotonic() - asked
             for entry in reply.entries:
                 step = self._chain.check(entry.kind, entry.data)
                 self._chain.append(step)
                 came += 1
                 self._report("reading the ledger", self._chain.length / max(reply.length, 1))
                 await asyncio.sleep(0)
-            if not reply.entries:
+            if not reply.entries or waited > LEDGER_SECONDS:
                 return came
+
+    async def has_more(self, peer: str) -> bool:
+        """Whether a peer's ledger really goes on where ours ends. Raises `NetworkError`, `RemoteError`."""
+        entries = (await self._ledger_part(peer)).entries
+        if entries:
+            self._chain.check(entries[0].kind, entries[0].data)
+        return bool(entries)
+
+    async def _ledger_part(self, peer: str) -> ChainReply:
+        request = encode(ChainRequest(first=self._chain.length))
+        return decode(
+            ChainReply, await self._transport.call(peer, CHAIN, request, timeout_seconds=CALL_SECONDS), peer=peer
+        )
 
     # ---- blobs -------------------------------------------------------------------------------------------------
 
