@@ -15,7 +15,7 @@ from spes_p2p.store.blobs import BlobStore
 from spes_p2p.store.chain import Chain
 from spes_p2p.store.states import StateStore
 from spes_protocols.codec import decode, encode
-from spes_protocols.errors import RemoteError, UserError
+from spes_protocols.errors import RemoteError
 from spes_protocols.requests import (
     CHAIN,
     CHAIN_BYTES_MAX,
@@ -34,7 +34,12 @@ from spes_protocols.requests import (
     LeavesRequest,
     SnapshotsReply,
 )
+from spes_protocols.types import PEERS_MAX
 
+ENTRIES_MAX = 256
+"""Records in one reply to CHAIN (SPEC 3.3)."""
+
+_ROWS = 8
 _STREAM_BYTES = 1024 * 1024
 
 
@@ -71,35 +76,50 @@ class Service:
         return self._manifest_raw
 
     async def _claims_seen(self, sender: str, request: bytes) -> bytes:
-        return encode(ClaimsReply(claims=tuple(self._claims())))
+        claims: list[bytes] = []
+        size = 0
+        for claim in self._claims():
+            size += len(claim)
+            if size > CHAIN_BYTES_MAX or len(claims) == PEERS_MAX:
+                break  # a flood of large claims must not make the answer too large to send
+            claims.append(claim)
+        return encode(ClaimsReply(claims=tuple(claims)))
 
     async def _ledger(self, sender: str, request: bytes) -> bytes:
         wanted = decode(ChainRequest, request, peer=sender)
         entries: list[ChainEntry] = []
         size = 0
-        for kind, data in self._chain.db.chain(wanted.first, 256):
-            size += len(data)
-            if entries and size > CHAIN_BYTES_MAX:
+        # A few at a time: records may be large, and most of 256 would be read in vain.
+        while len(entries) < ENTRIES_MAX and (rows := self._chain.db.chain(wanted.first + len(entries), _ROWS)):
+            for kind, data in rows:
+                size += len(data)
+                if entries and size > CHAIN_BYTES_MAX:
+                    break
+                entries.append(ChainEntry(kind=kind, data=data))
+            if size > CHAIN_BYTES_MAX:
                 break
-            entries.append(ChainEntry(kind=kind, data=data))
         return encode(ChainReply(entries=tuple(entries), length=self._chain.length))
 
     def _served_rounds(self) -> list[int]:
         """States that the ledger confirms; one that was applied and not agreed on is nobody's business."""
         return [r for r in self._states.rounds() if r <= self._chain.head.round]
 
+    def _check_served(self, round_number: int) -> None:
+        if round_number not in self._served_rounds():
+            raise RemoteError("round", f"there is no snapshot of round {round_number} here")
+
     async def _snapshots(self, sender: str, request: bytes) -> bytes:
         return encode(SnapshotsReply(rounds=tuple(self._served_rounds()[-1024:])))
 
     async def _index(self, sender: str, request: bytes) -> bytes:
         wanted = decode(IndexRequest, request, peer=sender)
-        try:
-            return encode(self._states.index(wanted.round))
-        except UserError:
-            raise RemoteError("round", f"there is no snapshot of round {wanted.round} here") from None
+        self._check_served(wanted.round)
+        # As it is on disk: whoever asks checks it against the ledger, and parsing a large one takes a while.
+        return await asyncio.to_thread(self._states.index_bytes, wanted.round)
 
     async def _leaves(self, sender: str, request: bytes) -> AsyncIterator[bytes]:
         wanted = decode(LeavesRequest, request, peer=sender)
+        self._check_served(wanted.round)
         for leaf in wanted.leaves:
             data = await asyncio.to_thread(self._states.chunk, wanted.round, leaf.tensor, leaf.leaf)
             assert len(data) <= LEAF_BYTES

@@ -91,6 +91,7 @@ class Shell:
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._round_tasks: set[asyncio.Task[None]] = set()
+        self._refusals_logged: set[tuple[str, str]] = set()
         self._timer_changed = asyncio.Event()
         self.phases = PhaseClock(clock)
 
@@ -209,7 +210,7 @@ class Shell:
             case Help():
                 self._on_help(output.peer)
             case Refused():
-                self._log(f"refused a record of {output.peer}: {output.check}: {output.detail}")
+                self._log_refusal(output)
             case agreement.RootsDiffer():
                 self._log(
                     f"round {self._chain.head.round}: computed state root {output.mine.hex()[:16]}, most others "
@@ -220,17 +221,24 @@ class Shell:
                 self._log(output.reason)
         return []
 
+    def _log_refusal(self, refused: Refused) -> None:
+        """Once a round for a member and a check: its sender is told each time, and anybody can send such records."""
+        key = (refused.peer, refused.check)
+        if self._chain.head.member(refused.peer) is not None and key not in self._refusals_logged:
+            self._refusals_logged.add(key)
+            self._log(f"refused a record of {refused.peer}: {refused.check}: {refused.detail}")
+
     def _say_vote(self, record: Proposal | Prevote | Precommit) -> list[rounds.Output]:
         """Sign, store, then send: after a crash in between, the stored vote is the one that is sent."""
         place = record.value if isinstance(record, Proposal) else record
-        signed: Signed[Any] = seal(record, self._identity)
         value_id = digest(record.value) if isinstance(record, Proposal) else record.value
         known = self.participant.agreement.known_set(value_id) if value_id else None
         try:
+            signed: Signed[Any] = seal(record, self._identity)
             if known is not None:
                 self._chain.db.put_set(value_id, encode(known.value))
             raw = self._chain.db.record_vote(place.epoch, place.round, record.view, record.KIND, signed.raw)
-        except UserError as error:  # the disk is full: no vote without a record of it
+        except UserError as error:  # the disk is full, say: no vote without a record of it
             self._log(str(error))
             return []
         if raw != signed.raw:
@@ -263,7 +271,7 @@ class Shell:
     async def _apply(self, value: VerifiedSet) -> None:
         if not self._computes:
             return
-        head = self._chain.head
+        head = self.participant.head  # the round of this set, whatever the ledger learns meanwhile
         while True:
             try:
                 with self.phases.during("apply"):
@@ -330,6 +338,7 @@ class Shell:
             self._log(f"internal error: {type(error).__name__}: {error}")
 
     def _end_round(self) -> None:
+        self._refusals_logged.clear()
         for task in list(self._round_tasks):
             task.cancel()
 

@@ -286,11 +286,9 @@ class StateStore:
     def index(self, round: int) -> SnapshotIndex:
         """The index of S_round. Raises `UserError` if it is not here, `IntegrityError` if it is damaged."""
         path = self.index_path(round)
-        try:
-            with path.open("rb") as file:
-                data = file.read(RECORD_BYTES_MAX + 1)
-        except FileNotFoundError:
-            raise UserError(f"there is no snapshot of round {round} in {self.directory}") from None
+        data = self.index_bytes(round)
+        if not data:
+            raise UserError(f"there is no snapshot of round {round} in {self.directory}")
         try:
             index = decode(SnapshotIndex, data)
         except RemoteError as error:
@@ -299,6 +297,14 @@ class StateStore:
         if problem or index.round != round:
             raise IntegrityError("shapes", str(path), problem or f"it is the index of round {index.round}")
         return index
+
+    def index_bytes(self, round: int) -> bytes:
+        """The index of S_round as it is on disk, unchecked; nothing if it is not here."""
+        try:
+            with self.index_path(round).open("rb") as file:
+                return file.read(RECORD_BYTES_MAX + 1)
+        except FileNotFoundError:
+            return b""
 
     def verify(self, round: int) -> bytes:
         """Hash a stored state again; returns its state root.
