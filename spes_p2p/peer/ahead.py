@@ -35,9 +35,10 @@ class Ahead:
 
     def may_be(self, peer: str) -> bool:
         """Whether a peer is ahead by what it says of itself, and has not just been found to be wrong about it."""
+        return not self._is_pausing(peer) and self._says_so(peer)
+
+    def _says_so(self, peer: str) -> bool:
         presence, head = self._contacts.presence(peer), self._chain.head
-        if self._is_pausing(peer):
-            return False
         if presence is None:
             return peer in self._contacts.fresh()
         return presence.round > head.round or (presence.round == head.round and presence.head != head.id)
@@ -82,6 +83,6 @@ class Ahead:
             has_more = False
         if has_more:
             self._unhelpful.pop(peer, None)
-        else:
+        elif self._says_so(peer):  # asked unasked, it is no worse than we are
             self.was_wrong(peer)
         return has_more
