@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import importlib.util
 import logging
 import os
@@ -22,6 +23,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from spes_p2p.net.addresses import check_announce, check_listen, parse_address
 from spes_p2p.net.control import Control
@@ -39,6 +41,7 @@ _STOP_SECONDS = 3.0
 _PAUSES_SECONDS = (0.1, 1.0, 3.0, 10.0, 30.0)
 _STEADY_SECONDS = 60.0
 _LOG_BYTES_MAX = 8 * 1024 * 1024
+_DIRECTORY_PREFIX = "spes-net-"
 
 # The daemon must not outlive us, not even after kill -9, and must not see the terminal's Ctrl-C, which ends us in an
 # orderly way that still needs it. The kernel's parent-death signal does the first. It has to be set in the child
@@ -85,9 +88,7 @@ class Daemon:
     def __init__(self, options: DaemonOptions, on_up: Callable[[], Awaitable[None]]) -> None:
         self._options = replace(options, listen=tuple(_with_port(address) for address in options.listen))
         self._on_up = on_up
-        # A short path of our own, because Unix socket paths end at 108 bytes, and closed to other users, because
-        # whoever reaches the sockets speaks as us.
-        self.directory = Path(tempfile.mkdtemp(prefix="spes-net-"))
+        self.directory, self._alive = _socket_directory()
         self.control = Control(self.directory / "daemon")
         self.restarts = 0
         self.last_peers: list[tuple[str, list[str]]] = []
@@ -126,6 +127,7 @@ class Daemon:
             await asyncio.wait([self._watch])
         await self._end(signal.SIGTERM)
         shutil.rmtree(self.directory, ignore_errors=True)
+        self._alive.close()
 
     async def _keep_up(self) -> None:
         attempt, started = 0, time.monotonic()
@@ -265,6 +267,26 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _socket_directory() -> tuple[Path, IO[bytes]]:
+    """A directory for sockets, and the file whose lock says that its owner lives.
+
+    A short path, because Unix socket paths end at 108 bytes, and closed to other users, because whoever reaches the
+    sockets speaks as us. Directories whose owners were killed are removed.
+    """
+    for path in Path(tempfile.gettempdir()).glob(f"{_DIRECTORY_PREFIX}*"):
+        # Locked by a living owner, another user's, or just being made: an error each, and not ours to remove.
+        with contextlib.suppress(OSError), (path / "alive").open("r+b") as alive:
+            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX))
+        mine = (path / "alive").open("xb")
+        fcntl.flock(mine, fcntl.LOCK_EX)
+        if path.exists():  # else another peer's start came between these two lines
+            return path, mine
+        mine.close()
 
 
 def _binary() -> Path:

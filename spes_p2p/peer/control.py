@@ -1,7 +1,7 @@
 """The control socket: what the commands and the trainer on this machine talk to, and nobody else (SPEC 12.3).
 
-A Unix socket of mode 0600 in the run directory, or in a temporary one where the path would be too long for a socket;
-its path stands in the run directory's `control.addr`.
+A Unix socket of mode 0600 in the run directory, or in the network daemon's where the path would be too long for a
+socket; its path stands in the run directory's `control.addr`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -37,17 +35,17 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         status: Callable[[], Awaitable[control_pb2.StatusReply]],
         leave: Callable[[], None],
         trainer: TrainerLink | None,
+        short_directory: Path,
     ) -> None:
+        """`short_directory` takes the socket where the run directory's path is too long for one."""
         self._run_dir = run_dir
         self._status = status
         self._leave = leave
         self._trainer = trainer
         self._changed = asyncio.Event()
-        self._temporary: Path | None = None
         self.socket = run_dir.path / "control.sock"
         if len(os.fsencode(self.socket)) > _SOCKET_PATH_BYTES_MAX:
-            self._temporary = Path(tempfile.mkdtemp(prefix="spes-"))
-            self.socket = self._temporary / "control.sock"
+            self.socket = short_directory / "control.sock"
         self._server = grpc.aio.server()
 
     async def start(self) -> None:
@@ -69,8 +67,6 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         await self._server.stop(_STOP_SECONDS)
         self._run_dir.control_address_path.unlink(missing_ok=True)
         self.socket.unlink(missing_ok=True)
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def changed(self) -> None:
         """Wake those who watch."""

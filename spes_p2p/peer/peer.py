@@ -114,7 +114,10 @@ class Peer:
                 make_task=self._train_task, on_done=self.publisher.on_done, on_change=self._changed,
                 on_hopeless=self._give_up, say=say, log=self.note,
             )  # fmt: skip
-        self.control = ControlServer(run_dir, status=self.status, leave=self.leave, trainer=self.trainer)
+        self.control = ControlServer(
+            run_dir, status=self.status, leave=self.leave, trainer=self.trainer,
+            short_directory=transport.daemon.directory,
+        )  # fmt: skip
 
     # ---- life --------------------------------------------------------------------------------------------------
 
@@ -130,12 +133,8 @@ class Peer:
                 claims=lambda: [m.raw for m in self.shell.participant.pooled() if isinstance(m.record, Claim)],
             )  # fmt: skip
             await self.control.start()
-            for peer in peers:
-                with contextlib.suppress(NetworkError, RemoteError):
-                    await self.contacts.hello(peer)
-            await self.contacts.hello_all()
-            await self._join_directory(peers)
-            await self._catch_up(first=True)
+            if not await self._unless_left(self._join(peers)):
+                return
             self._remember_losses()
             self.ready = True
             waiting = "" if self.chain.head.epoch else ", when the run has started"
@@ -157,6 +156,28 @@ class Peer:
             await self.close()
         if self.failure is not None:
             raise self.failure
+
+    async def _join(self, peers: list[str]) -> None:
+        """Meet those who are there and come up to date: a moment, or hours."""
+        for peer in peers:
+            with contextlib.suppress(NetworkError, RemoteError):
+                await self.contacts.hello(peer)
+        await self.contacts.hello_all()
+        await self._join_directory(peers)
+        await self._catch_up(first=True)
+
+    async def _unless_left(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Do this, unless the peer is told to leave before it is done; returns whether it was done."""
+        task, left = asyncio.create_task(work), asyncio.create_task(self._finished.wait())
+        try:
+            await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                await task
+            return task.done()
+        finally:
+            for each in (task, left):
+                each.cancel()
+            await asyncio.gather(task, left, return_exceptions=True)
 
     async def close(self) -> None:
         """End everything this peer started; the transport is the caller's to close."""
