@@ -10,9 +10,11 @@ holder is asked. What was fetched before an interruption is not fetched again.
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from spes_p2p.core.roots import state_root
 from spes_p2p.delta.contributions import contributions
@@ -47,8 +49,13 @@ LEDGER_SECONDS = 60.0
 
 IDLE_SECONDS = 15.0
 HOLDERS_AT_ONCE = 4
+ASKED_AT_ONCE = 64
+LEAF_SECONDS = 75.0
+"""A leaf of 4 MiB takes longer only from a peer that drips."""
+
 BLOB_TRIES = 3
 
+T = TypeVar("T")
 Report = Callable[[str, float], None]
 """(what is under way, share done from 0 to 1)."""
 
@@ -125,24 +132,28 @@ class Syncer:
                 self._under_way.pop(section.blob, None)
 
     async def _fetch(self, section: Section, sender: str, deadline: float) -> None:
-        for _ in range(BLOB_TRIES):
+        suspects: set[str] = set()
+        for number in range(BLOB_TRIES):
             others = [peer for peer in self._contacts.volunteers() if peer != sender]
             random.shuffle(others)
-            holders = [peer for peer in (sender, *others) if peer != self._transport.peer_id]
-            partial = self._blobs.partial(section.blob)
-            await fetch_blob(
-                self._transport,
-                holders,
-                section.blob,
-                section.size,
-                partial,
-                deadline_seconds=max(0.1, deadline - time.monotonic()),
+            holders = [peer for peer in (sender, *others) if peer != self._transport.peer_id and peer not in suspects]
+            if number == BLOB_TRIES - 1 and sender in suspects:
+                holders = [sender]  # it may have been somebody else's bytes that were wrong before
+            suspects.update(
+                await fetch_blob(
+                    self._transport,
+                    holders,
+                    section.blob,
+                    section.size,
+                    self._blobs.partial(section.blob),
+                    deadline_seconds=max(0.1, deadline - time.monotonic()),
+                )
             )
             try:
                 await asyncio.to_thread(self._blobs.adopt, section.blob)
                 return
             except RemoteError as error:
-                self._log(f"blob of {sender}: {error.detail}; fetching it again")
+                self._log(f"blob of {sender}: {error.detail}; fetching it again from others")
         raise NetworkError(f"blob {section.blob.hex()[:16]} of {sender} arrived wrong {BLOB_TRIES} times")
 
     async def blobs(self, sections: Sequence[tuple[str, Section]], deadline: float) -> None:
@@ -243,23 +254,48 @@ class Syncer:
     async def _fetch_snapshot(self, rounds: set[int]) -> None:
         """The newest snapshot of these rounds that anyone has, leaf by leaf from all who have it."""
         offers: dict[int, list[str]] = {}
-        for peer in self._contacts.volunteers():
-            try:
-                raw = await self._transport.call(peer, SNAPSHOTS, b"", timeout_seconds=CALL_SECONDS)
-                for round_number in decode(SnapshotsReply, raw, peer=peer).rounds:
-                    if round_number in rounds:
-                        offers.setdefault(round_number, []).append(peer)
-            except (NetworkError, RemoteError) as error:
-                self._log(f"asking {peer} for snapshots: {error}")
+        for peer, offered in await self._ask_all(self._contacts.volunteers(), self._snapshots_of):
+            for round_number in rounds.intersection(offered):
+                offers.setdefault(round_number, []).append(peer)
         for round_number in sorted(offers, reverse=True):
-            for peer in offers[round_number]:
-                try:
-                    index = await self._index_from(peer, round_number)
+            index = await self._index(offers[round_number], round_number)
+            try:
+                if index is not None:
                     await self._leaves(index, offers[round_number])
                     return
-                except (NetworkError, RemoteError) as error:
-                    self._log(f"snapshot of round {round_number} from {peer}: {error}")
+            except (NetworkError, RemoteError) as error:
+                self._log(f"snapshot of round {round_number}: {error}")
         raise NetworkError("no peer serves a snapshot that fits the ledger")
+
+    async def _ask_all(self, peers: Sequence[str], ask: Callable[[str], Awaitable[T]]) -> list[tuple[str, T]]:
+        """(peer, answer) of all who answer, in random order; whoever does not keeps nobody else waiting."""
+        places = asyncio.Semaphore(ASKED_AT_ONCE)
+
+        async def one(peer: str) -> tuple[str, T] | None:
+            async with places:
+                try:
+                    return peer, await ask(peer)
+                except (NetworkError, RemoteError) as error:
+                    self._log(f"asking {peer} for a snapshot: {error}")
+                    return None
+
+        answers = await asyncio.gather(*(one(peer) for peer in random.sample(peers, len(peers))))
+        return [answer for answer in answers if answer is not None]
+
+    async def _snapshots_of(self, peer: str) -> tuple[int, ...]:
+        raw = await self._transport.call(peer, SNAPSHOTS, b"", timeout_seconds=CALL_SECONDS)
+        return decode(SnapshotsReply, raw, peer=peer).rounds
+
+    async def _index(self, peers: Sequence[str], round_number: int) -> SnapshotIndex | None:
+        """The index from any of these peers, few of whom are asked unless they lie; None if all do."""
+        left, at_once = random.sample(peers, len(peers)), 2
+        while left:
+            asked, left = left[:at_once], left[at_once:]
+            at_once *= 2
+            found = await self._ask_all(asked, functools.partial(self._index_from, round_number=round_number))
+            if found:
+                return found[0][1]
+        return None
 
     async def _index_from(self, peer: str, round_number: int) -> SnapshotIndex:
         request = encode(IndexRequest(round=round_number))
@@ -321,14 +357,17 @@ def _sections(steps: Sequence[Step]) -> list[tuple[str, Section]]:
 async def _cut(
     stream: AsyncIterator[bytes], names: Sequence[tuple[int, int]], sizes: Sequence[int]
 ) -> AsyncIterator[tuple[tuple[int, int], bytes]]:
-    """Cut a stream of bytes into the pieces asked for, in order."""
+    """Cut a stream of bytes into the pieces asked for, in order. Raises `NetworkError` if it is short or too slow."""
     buffer = bytearray()
-    number = 0
+    clock = asyncio.get_running_loop().time
+    number, deadline = 0, clock() + LEAF_SECONDS
     async for chunk in stream:
         buffer += chunk
         while number < len(sizes) and len(buffer) >= sizes[number]:
             yield names[number], bytes(buffer[: sizes[number]])
             del buffer[: sizes[number]]
-            number += 1
+            number, deadline = number + 1, clock() + LEAF_SECONDS
+        if number < len(sizes) and clock() > deadline:
+            raise NetworkError("the stream of leaves is too slow")
     if number < len(sizes) or buffer:
         raise NetworkError("the stream of leaves ended early")
