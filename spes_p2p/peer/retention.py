@@ -6,6 +6,8 @@ Never: the two newest states, and the blobs since the older of them. Then, until
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.store.blobs import BlobStore
 from spes_p2p.store.chain import Chain
@@ -20,6 +22,8 @@ def tidy(chain: Chain, states: StateStore, blobs: BlobStore, options: PeerOption
     """Remove what need not be kept: run after each commit."""
     head_round = chain.head.round
     rounds = [r for r in states.rounds() if r <= head_round]
+    if rounds:
+        states.remove_partials(range(rounds[-1]))
     for round_number in rounds[:-STATES_KEPT]:
         if round_number % options.snapshot_rounds != 0:
             states.remove(round_number)
@@ -34,17 +38,22 @@ def tidy(chain: Chain, states: StateStore, blobs: BlobStore, options: PeerOption
     if options.role == "archive" or used <= options.disk_bytes_max or not rounds:
         return
     oldest_needed = rounds[-STATES_KEPT:][0]
+    needed = named_blobs(chain, range(oldest_needed, head_round))  # somebody may have sent the same blob twice
     for round_number in range(oldest_needed):
         if used <= options.disk_bytes_max:
             return
-        for digest in _blobs_of(chain, round_number):
+        for digest in named_blobs(chain, range(round_number, round_number + 1)) - needed:
             used -= blobs.size(digest) or 0
             blobs.remove(digest)
 
 
-def _blobs_of(chain: Chain, round_number: int) -> list[bytes]:
-    data = chain.db.commit(round_number)
-    if data is None:
-        return []
-    headers = [decode(Header, decode(Sealed, raw).payload) for raw in decode(Commit, data).body.value.headers]
-    return [section.blob for header in headers for section in header.sections]
+def named_blobs(chain: Chain, rounds: Iterable[int]) -> set[bytes]:
+    """The blobs that the commits of these rounds name, of contributions that count or were refused."""
+    named: set[bytes] = set()
+    for round_number in rounds:
+        data = chain.db.commit(round_number)
+        if data is not None:
+            value = decode(Commit, data).body.value
+            for raw in (*value.headers, *(refusal.header for refusal in value.refusals)):
+                named.update(section.blob for section in decode(Header, decode(Sealed, raw).payload).sections)
+    return named

@@ -24,6 +24,7 @@ from spes_p2p.crypto.keys import Identity
 from spes_p2p.delta.contributions import contributions
 from spes_p2p.peer.outbox import Outbox
 from spes_p2p.peer.phases import PhaseClock
+from spes_p2p.peer.retention import named_blobs
 from spes_p2p.peer.sync import Syncer
 from spes_p2p.peer.worker import Worker
 from spes_p2p.store.chain import Chain, Step, commit_bytes
@@ -92,6 +93,7 @@ class Shell:
         self._tasks: set[asyncio.Task[None]] = set()
         self._round_tasks: set[asyncio.Task[None]] = set()
         self._refusals_logged: set[tuple[str, str]] = set()
+        self._provisional: set[bytes] = set()
         self._timer_changed = asyncio.Event()
         self.phases = PhaseClock(clock)
 
@@ -131,6 +133,7 @@ class Shell:
         """Sign an own record, send it to everybody and take it ourselves; a header is stored first, once a round."""
         signed: Signed[Any] = seal(record, self._identity)
         if isinstance(record, Header):
+            self._provisional.update(section.blob for section in record.sections)
             raw = self._chain.db.put_own_header(record.epoch, record.round, signed.raw)
             signed = signed if raw == signed.raw else unseal(raw, Header)
         self._outbox.send(self._everyone(), signed.raw)
@@ -152,6 +155,7 @@ class Shell:
     async def moved(self, step: Step | None) -> None:
         """The chain's head has moved (under `advancing`): the participant begins the next round."""
         self._end_round()
+        self._drop_uncounted()
         self._run(self.participant.on_head(self._chain.head, self._clock()))
         await self._on_head(step)
 
@@ -193,7 +197,7 @@ class Shell:
     def _effect(self, output: rounds.Output) -> list[rounds.Output]:
         match output:
             case Say():
-                return self._say_vote(output.record)
+                return self._say_vote(output.record, output.proof)
             case Resend():
                 for message in output.messages:
                     self._outbox.send(self._everyone(), message.raw)
@@ -228,8 +232,13 @@ class Shell:
             self._refusals_logged.add(key)
             self._log(f"refused a record of {refused.peer}: {refused.check}: {refused.detail}")
 
-    def _say_vote(self, record: Proposal | Prevote | Precommit) -> list[rounds.Output]:
-        """Sign, store, then send: after a crash in between, the stored vote is the one that is sent."""
+    def _say_vote(
+        self, record: Proposal | Prevote | Precommit, proof: tuple[Signed[Prevote], ...]
+    ) -> list[rounds.Output]:
+        """Sign, store, then send: after a crash in between, the stored vote is the one that is sent.
+
+        `proof`, the prevotes that justify a lock, goes to disk before the vote that takes it (SPEC 5.6).
+        """
         place = record.value if isinstance(record, Proposal) else record
         value_id = digest(record.value) if isinstance(record, Proposal) else record.value
         known = self.participant.agreement.known_set(value_id) if value_id else None
@@ -237,6 +246,9 @@ class Shell:
             signed: Signed[Any] = seal(record, self._identity)
             if known is not None:
                 self._chain.db.put_set(value_id, encode(known.value))
+            for vote in proof:
+                step = f"proof/{vote.signer}"
+                self._chain.db.record_vote(place.epoch, place.round, vote.record.view, step, vote.raw)
             raw = self._chain.db.record_vote(place.epoch, place.round, record.view, record.KIND, signed.raw)
         except UserError as error:  # the disk is full, say: no vote without a record of it
             self._log(str(error))
@@ -254,6 +266,7 @@ class Shell:
         if not self._computes:
             return
         sections = [(header.signer, section) for section in header.record.sections]
+        self._provisional.update(section.blob for _, section in sections if self._syncer.lacks(section))
         seconds = self.participant.manifest.rounds.blob_seconds
         while True:
             try:
@@ -341,6 +354,13 @@ class Shell:
         self._refusals_logged.clear()
         for task in list(self._round_tasks):
             task.cancel()
+
+    def _drop_uncounted(self) -> None:
+        """Blobs that came for the rounds now closed and that no commit names would lie here for ever."""
+        closed = range(self.participant.head.round, self._chain.head.round)
+        for blob in self._provisional - named_blobs(self._chain, closed):
+            self._syncer.drop(blob)
+        self._provisional.clear()
 
     def _note_phases(self) -> None:
         participant = self.participant

@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -341,6 +341,12 @@ class StateStore:
         self.forget_index(round)
         self.path(round).unlink(missing_ok=True)
         self.partial(round).unlink(missing_ok=True)
+
+    def remove_partials(self, rounds: Container[int]) -> None:
+        """Remove downloads of these rounds that never came to an end."""
+        for path in self.directory.glob("*.partial"):
+            if path.stem.isdecimal() and int(path.stem) in rounds:
+                path.unlink(missing_ok=True)
 
     def put_index(self, index: SnapshotIndex) -> None:
         """Make a state whose file is in place count."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.transport import Handler, StreamHandler
@@ -20,6 +21,7 @@ class MemoryTransport:
         self.calls: list[tuple[str, str]] = []
         self.known: dict[str, list[str]] = {}
         self.favoured: frozenset[str] = frozenset()
+        self.daemon: Any = None
         self._network = network
         self._handlers: dict[str, Handler] = {}
         self._stream_handlers: dict[str, StreamHandler] = {}

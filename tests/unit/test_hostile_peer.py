@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,6 +21,7 @@ from spes_p2p.crypto.envelope import seal
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.blobs import BlobRange
 from spes_p2p.net.libp2p import LibP2P
+from spes_p2p.peer import retention
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.peer import Peer
 from spes_p2p.peer.service import Service
@@ -66,9 +68,17 @@ def serve(transport: MemoryTransport, log: RunLog) -> None:
     )  # fmt: skip
 
 
-def make_peer(folder: Path, log: RunLog, transport: MemoryTransport, identity: Identity, said: list[str]) -> Peer:
-    """A peer that has the log so far and follows the ledger alone."""
-    options = PeerOptions(home=folder, role="bootstrap", trains=False)
+def make_peer(
+    folder: Path,
+    log: RunLog,
+    transport: MemoryTransport,
+    identity: Identity,
+    said: list[str],
+    role: str = "bootstrap",
+) -> Peer:
+    """A peer that has the log so far; as a bootstrap it follows the ledger alone."""
+    options = PeerOptions(home=folder, role=role, trains=False)
+    transport.daemon = SimpleNamespace(directory=folder)
     peer = Peer(options, identity, copy_log(log, folder), cast(LibP2P, transport), said.append)
     serve_peer(peer, transport)
     peer.ready = True
@@ -85,13 +95,17 @@ def serve_peer(peer: Peer, transport: MemoryTransport) -> None:
 
 
 def with_peer(
-    folder: Path, log: RunLog, test: Callable[[Peer, dict[str, MemoryTransport]], Awaitable[None]], said: list[str]
+    folder: Path,
+    log: RunLog,
+    test: Callable[[Peer, dict[str, MemoryTransport]], Awaitable[None]],
+    said: list[str],
+    role: str = "bootstrap",
 ) -> None:
     """Run a test with CARL's peer."""
 
     async def whole() -> None:
         network: dict[str, MemoryTransport] = {}
-        peer = make_peer(folder, log, MemoryTransport(network, CARL), CARL, said)
+        peer = make_peer(folder, log, MemoryTransport(network, CARL), CARL, said, role)
         try:
             await test(peer, network)
         finally:
@@ -217,6 +231,45 @@ def test_a_flood_of_invented_signers_does_not_grow_a_peer(tmp_path: Path, log: R
         assert len(participant._early) == len(participant.agreement._views) == len(peer.contacts._hello_sent) == 0
 
     with_peer(tmp_path, log, test, [])
+
+
+def test_blobs_that_no_commit_names_do_not_stay(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "log")
+    log.start([log.claim(ADA), log.claim(BOB), log.claim(EVE, wants=0)])
+
+    async def test(peer: Peer, network: dict[str, MemoryTransport]) -> None:
+        headers = [log.header(ADA), log.header(BOB)]
+        late = log.header(EVE)
+        again = seal(replace(late.record, sections=(replace(late.record.sections[0], blob=bytes(32)),)), EVE)
+        serve(MemoryTransport(network, ADA), log)
+        transport = network[CARL.peer_id]
+        await transport.receive(ADA.peer_id, HELLO, presence(ADA, log, 0).raw)
+        for header in (*headers, late):
+            await transport.receive(ADA.peer_id, PUSH, header.raw)
+        await asyncio.gather(*peer.shell._round_tasks)
+        peer.shell._provisional.add(again.record.sections[0].blob)
+        peer.blobs.partial(bytes(32)).write_bytes(b"withheld")
+        assert peer.blobs.has(late.record.sections[0].blob)
+        step = peer.chain.check("commit", log.close_round(headers).data)
+        async with peer.shell.advancing:
+            peer.chain.append(step)
+            await peer.shell.moved(step)
+        counted = {section.blob for header in headers for section in header.record.sections}
+        assert {path.name for path in peer.blobs.directory.iterdir()} == {digest.hex() for digest in counted}
+
+    with_peer(tmp_path / "peer", log, test, [], role="volunteer")
+
+
+def test_a_blob_that_is_needed_again_outlives_its_first_round(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "log")
+    log.start([log.claim(ADA), log.claim(BOB)])
+    ada, bob = log.header(ADA), log.header(BOB)
+    for _ in range(4):
+        head = log.chain.head
+        place = {"round": head.round, "base": head.id, "state_root": head.state_root}
+        log.close_round([seal(replace(ada.record, **place), ADA), seal(replace(bob.record, **place), BOB)])
+    retention.tidy(log.chain, log.states, log.blobs, PeerOptions(home=tmp_path, disk_bytes_max=0))
+    assert all(log.blobs.has(section.blob) for section in (*ada.record.sections, *bob.record.sections))
 
 
 # ---- requests ---------------------------------------------------------------------------------------------------
