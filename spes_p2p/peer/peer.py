@@ -150,8 +150,7 @@ class Peer:
             self._check_finished()
             await self._finished.wait()
             await self.outbox.flush(5.0)
-            if not self.leaving:
-                await self._see_off()
+            await self._see_off()
         finally:
             await self.close()
         if self.failure is not None:
@@ -434,7 +433,10 @@ class Peer:
             self.shell.say(Release(run_id=head.run_id, epoch=head.epoch, round=head.round))
 
     async def _see_off(self) -> None:
-        """Serve members who are a round behind: if all the others ended at once, nobody had the blobs they lack."""
+        """Serve members who are a round behind: if all the others ended at once, nobody had the blobs they lack.
+
+        A leaver too: it may be the only one that knows of the commit that lets it go (SPEC 5.7).
+        """
         with contextlib.suppress(TimeoutError, NetworkError):
             async with asyncio.timeout(SEE_OFF_SECONDS):
                 while await self._others_behind():
