@@ -56,9 +56,23 @@ def test_volunteers_come_back_as_themselves(tmp_path: Path) -> None:
         for volunteer in everyone:
             volunteer.until_round(last + 2)
 
+        # What the killed ones could not clear away, their successors have.
+        assert len(list(swarm.temporary.glob("spes-*"))) == len(everyone)
+
         same_ledger(*everyone)
         votes_were_kept_to(*everyone)
         assert all(states_fit(volunteer) >= 2 for volunteer in everyone)
+        leaves_twice(everyone[0])
         for program in swarm.programs:
             assert "internal error" not in program.text
             assert "Traceback" not in program.text
+
+
+def leaves_twice(volunteer: Volunteer) -> None:
+    """Ctrl-C leaves after the round, a second one at once; nothing stays behind."""
+    volunteer.until("in a round", lambda s: s.phase == "training")
+    with expecting_no_orphans(volunteer):
+        volunteer.signal(signal.SIGINT)
+        volunteer.wait_line("leaving: ")
+        volunteer.signal(signal.SIGINT)
+        assert volunteer.wait_exit() in (0, 130)  # the round may have ended in between
