@@ -20,6 +20,13 @@ Fraction = Annotated[float, Range(0.0, 1.0)]
 Seconds = Annotated[float, Range(0.0, 86_400.0)]
 HexDigest = Annotated[str, Matches(r"[0-9a-f]{64}", "a SHA-256 digest, 64 hexadecimal digits")]
 
+INDEX_BYTES_MAX = 3 * 1024 * 1024
+"""A snapshot's index must fit into one reply (SPEC 8.2, 10.2)."""
+
+_LEAF_BYTES = 4 * 1024 * 1024
+_TENSOR_RECORD_BYTES = 88
+_DIGEST_BYTES = 34
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -46,6 +53,25 @@ class Model:
             raise SchemaError(
                 "num_experts_per_tok", self.num_experts_per_tok, f"at most num_experts = {self.num_experts}"
             )
+        if self.index_bytes > INDEX_BYTES_MAX:
+            raise SchemaError(
+                "", f"{self.num_hidden_layers} layers of {self.num_experts} experts",
+                f"a smaller model: the index of a snapshot would take {self.index_bytes} of {INDEX_BYTES_MAX} bytes",
+            )  # fmt: skip
+
+    @property
+    def index_bytes(self) -> int:
+        """What the index of a snapshot takes at most: a record for each tensor, a digest for each of its leaves."""
+        width, layers = self.hidden_size, self.num_hidden_layers
+        tensors = (  # (how many, elements of each): embeddings, norms, attention, routers, experts
+            (2, self.vocab_size * width),
+            (4 * layers + 1, width),
+            (4 * layers, width * width),
+            (layers, self.num_experts * width),
+            (3 * layers * self.num_experts, self.intermediate_size * width),
+        )
+        sizes = ((count, -(-4 * elements // _LEAF_BYTES)) for count, elements in tensors)
+        return 64 + sum(count * (_TENSOR_RECORD_BYTES + leaves * _DIGEST_BYTES) for count, leaves in sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

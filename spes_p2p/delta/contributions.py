@@ -52,6 +52,9 @@ def check_blobs(manifest: Manifest, peer: str, sections: Sequence[Section], blob
     norms = []
     for section in sections:
         specs = section_specs(manifest.model, manifest.ownership.groups, section.name)
+        if blob_path(section.blob).stat().st_size != section.size:
+            # Whoever has the blob from another header could take it for good, but by this one nobody can fetch it.
+            return Verdict("size")
         try:
             decoder = Decoder(blob_path(section.blob), specs, section.codec, peer=peer)
             norms.append((section.name, norm_squared(decoder[spec.name] for spec in specs)))
