@@ -282,6 +282,10 @@ class Participant:
         """Claims, releases and orders heard of and not yet in a commit."""
         return tuple(message for _, message in sorted(self._pool.items()))
 
+    def claims(self) -> tuple[Signed[Claim], ...]:
+        """The claims among them, in ascending order of claimant."""
+        return tuple(_of(list(self.pooled()), Claim))
+
     # ---- headers, claims, releases, orders ---------------------------------------------------------------------
 
     def _place(self, record: Header | Proposal | Prevote | Precommit) -> tuple[bytes, int]:

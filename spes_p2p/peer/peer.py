@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from spes_p2p.core.assignment import member_sequences
+from spes_p2p.core.ledger import CLAIMS_MAX
 from spes_p2p.core.members import opening_members
-from spes_p2p.crypto.envelope import seal, unseal
+from spes_p2p.crypto.envelope import seal
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.directory import Directory, run_key
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.peer import retention, status
 from spes_p2p.peer.ahead import Ahead
-from spes_p2p.peer.contacts import LIFETIME_SECONDS, Contacts
+from spes_p2p.peer.contacts import LIFETIME_SECONDS, RECORDS_READ_MAX, Contacts
 from spes_p2p.peer.contribution import Publisher
 from spes_p2p.peer.control import ControlServer
 from spes_p2p.peer.options import PeerOptions
@@ -37,7 +39,7 @@ from spes_p2p.peer.worker import Worker
 from spes_p2p.store.chain import Chain, Step
 from spes_p2p.store.rundir import RunDir
 from spes_protocols import control_pb2
-from spes_protocols.errors import NetworkError, RemoteError, SpesError, UserError
+from spes_protocols.errors import NetworkError, RemoteError, SpesError, UserError, printable
 from spes_protocols.messages import Ban, Claim, End, Presence, Release, Signed, Start
 
 CLAIM_SECONDS = 5.0
@@ -130,7 +132,7 @@ class Peer:
             Service(
                 self.transport, self.run_dir.manifest.raw, self.chain, self.states, self.blobs,
                 on_hello=self.contacts.on_hello, on_push=self._on_push,
-                claims=lambda: [m.raw for m in self.shell.participant.pooled() if isinstance(m.record, Claim)],
+                claims=lambda: [claim.raw for claim in self.shell.participant.claims()],
             )  # fmt: skip
             await self.control.start()
             if not await self._unless_left(self._join(peers)):
@@ -362,7 +364,7 @@ class Peer:
             step = self.chain.commit_step(number)
             for order in step.value.orders if step is not None and step.value is not None else ():
                 if isinstance(order.record, kind) and getattr(order.record, "peer", me) == me:
-                    return f": {order.record.reason}" if order.record.reason else ""
+                    return f": {printable(order.record.reason, 500)}" if order.record.reason else ""
         return ""
 
     async def _look_after(self) -> None:
@@ -420,8 +422,10 @@ class Peer:
             if self.contacts.directory is None or self.chain.head.ended:
                 continue
             with contextlib.suppress(NetworkError):
-                for raw in await self.contacts.directory.lookup("claims"):
+                found = await self.contacts.directory.lookup("claims")
+                for raw in random.sample(found, min(len(found), RECORDS_READ_MAX)):
                     self.shell.take_claim(raw)
+                    await asyncio.sleep(0)
 
     def _wanted_groups(self) -> int:
         limit = self.manifest.ownership.per_peer_max
@@ -457,10 +461,13 @@ class Peer:
         head = self.chain.head
         if self.options.start_key is None or any(m.groups for m in head.members) or head.ended:
             return
-        pooled = self.shell.participant.pooled()
-        claims = [unseal(m.raw, Claim) for m in pooled if isinstance(m.record, Claim) and m.record.wants]
-        if len(claims) < self.manifest.ownership.min_peers:
+        claims = [claim for claim in self.shell.participant.claims() if claim.record.wants]
+        wanted = self.manifest.ownership.min_peers
+        if len(claims) < wanted:
             return
+        # Of a flood, so many by chance as a record holds; the others stand in the commits that follow.
+        claims = random.sample(claims, min(len(claims), max(CLAIMS_MAX, wanted)))
+        claims.sort(key=lambda claim: claim.signer)
         members = opening_members(self.manifest, claims, head.id, head.round)
         start = Start(
             run_id=head.run_id, parent=head.id, round=head.round, state_root=head.state_root, members=members,

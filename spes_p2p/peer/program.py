@@ -196,7 +196,11 @@ async def _network_now(peer: Peer) -> Remembered:
     own = await peer.transport.addresses()
     ports = [int(parts[4]) for parts in (address.split("/") for address in own) if parts[3] == "tcp"]
     presences = [peer.contacts.presence(other) for other in sorted(peer.contacts.fresh())]
-    others = [presence.addresses[0] for presence in presences if presence is not None and presence.addresses]
+    others: list[str] = []
+    for presence in presences:
+        with contextlib.suppress(UserError):  # what a peer calls its address may be anything
+            if presence is not None and presence.addresses:
+                others.append(parse_address(presence.addresses[0])[0])
     return Remembered(port=ports[0] if ports else 0, peers=tuple(others[:ADDRESSES_MAX]))
 
 

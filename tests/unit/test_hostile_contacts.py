@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from spes_p2p.crypto.envelope import seal
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.peer import contacts as module
+from spes_p2p.peer import program
 from spes_p2p.peer.contacts import Contacts
+from spes_p2p.peer.peer import Peer
+from spes_p2p.peer.remembered import recall, remember
 from spes_protocols.codec import encode
 from spes_protocols.errors import RemoteError
 from spes_protocols.messages import Presence, Signed
@@ -140,5 +147,19 @@ def test_an_answer_that_is_no_record_is_the_other_sides_fault_alone() -> None:
         await ada.on_hello(EVE.peer_id, presence(EVE).raw)
         await ada.hello_all()
         assert dialled(ada) == [EVE.peer_id]
+
+    with_contacts(test)
+
+
+@pytest.mark.parametrize("address", ["é", "/ip4/1.2.3.4\nlisten /ip4/0.0.0.0/tcp/1", " \n", "/ip6/::1%é/tcp/1/p2p/x"])
+def test_addresses_that_are_none_are_not_remembered(address: str, tmp_path: Path) -> None:
+    async def test(ada: Contacts, network: dict[str, MemoryTransport]) -> None:
+        good, bad = presence(BOB), seal(replace(presence(EVE).record, addresses=(address,)), EVE)
+        for signed in (good, bad):
+            await ada.on_hello(signed.signer, signed.raw)
+        now = await program._network_now(cast(Peer, SimpleNamespace(transport=ada._transport, contacts=ada)))
+        remember(tmp_path / "network", now)
+        assert recall(tmp_path / "network") == now
+        assert now.peers == good.record.addresses
 
     with_contacts(test)

@@ -90,7 +90,7 @@ def serve_peer(peer: Peer, transport: MemoryTransport) -> None:
     Service(
         transport, peer.run_dir.manifest.raw, peer.chain, peer.states, peer.blobs,
         on_hello=peer.contacts.on_hello, on_push=peer._on_push,
-        claims=lambda: [m.raw for m in peer.shell.participant.pooled() if isinstance(m.record, Claim)],
+        claims=lambda: [claim.raw for claim in peer.shell.participant.claims()],
     )  # fmt: skip
 
 
