@@ -90,7 +90,7 @@ class Peer:
         self._told_at = -1e9
         self._noted_at = -1e9
         self._tasks: list[asyncio.Task[None]] = []
-        self._rounds_seen = 0
+        self._blobs_from = 0
         self._directory: Directory | None = None
 
         self.worker = Worker(run_dir, options.worker_threads, self.note)
@@ -321,15 +321,21 @@ class Peer:
     async def _on_head(self, step: Step | None) -> None:
         """The ledger moved on (the shell holds the lock)."""
         self._moved_at = time.monotonic()
+        self.transport.favoured = frozenset(self.chain.head.electorate.owners)
         if step is not None and step.commit is not None:
-            self._rounds_seen += 1
             loss = status.mean_loss(step)
             self.losses.append((step.before.round, loss))
             if not self._finished.is_set():
                 self._say(status.round_line(step, self.identity.peer_id, loss))
         if step is not None and step.opening is not None:
+            self._blobs_from = 0  # a reset counts rounds again
             self._say(f"the run starts: {sum(bool(m.groups) for m in self.chain.head.members)} owners")
-        await asyncio.to_thread(retention.tidy, self.chain, self.states, self.blobs, self.options)
+        try:
+            self._blobs_from = await asyncio.to_thread(
+                retention.tidy, self.chain, self.states, self.blobs, self.options, self._blobs_from
+            )
+        except SpesError as error:
+            self.note(f"removing what is old: {error}")
         if self.ready:
             self._claimed_at = -1e9
             self._claim()

@@ -18,8 +18,11 @@ from spes_protocols.messages import Commit, Header, Sealed
 STATES_KEPT = 2
 
 
-def tidy(chain: Chain, states: StateStore, blobs: BlobStore, options: PeerOptions) -> None:
-    """Remove what need not be kept: run after each commit."""
+def tidy(chain: Chain, states: StateStore, blobs: BlobStore, options: PeerOptions, blobs_from: int = 0) -> int:
+    """Remove what need not be kept: run after each commit.
+
+    `blobs_from` is what the last call returned: the first round whose blobs may be here.
+    """
     head_round = chain.head.round
     rounds = [r for r in states.rounds() if r <= head_round]
     if rounds:
@@ -28,7 +31,7 @@ def tidy(chain: Chain, states: StateStore, blobs: BlobStore, options: PeerOption
         if round_number % options.snapshot_rounds != 0:
             states.remove(round_number)
     if not options.computes:
-        return
+        return blobs_from
     rounds = [r for r in states.rounds() if r <= head_round]
     old = rounds[:-STATES_KEPT]
     used = blobs.total_bytes() + len(states.rounds()) * states.layout.file_bytes
@@ -36,15 +39,16 @@ def tidy(chain: Chain, states: StateStore, blobs: BlobStore, options: PeerOption
         states.remove(old.pop(0))
         used -= states.layout.file_bytes
     if options.role == "archive" or used <= options.disk_bytes_max or not rounds:
-        return
+        return blobs_from
     oldest_needed = rounds[-STATES_KEPT:][0]
     needed = named_blobs(chain, range(oldest_needed, head_round))  # somebody may have sent the same blob twice
-    for round_number in range(oldest_needed):
+    for round_number in range(blobs_from, oldest_needed):
         if used <= options.disk_bytes_max:
-            return
+            return round_number
         for digest in named_blobs(chain, range(round_number, round_number + 1)) - needed:
             used -= blobs.size(digest) or 0
             blobs.remove(digest)
+    return max(blobs_from, oldest_needed)
 
 
 def named_blobs(chain: Chain, rounds: Iterable[int]) -> set[bytes]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_protocols import control_pb2, control_pb2_grpc
+from spes_protocols.errors import SpesError
 
 RESTART_SECONDS_MIN = 1.0
 RESTART_SECONDS_MAX = 60.0
@@ -71,6 +72,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         self._say = say
         self._log = log
         self._last_words = ""
+        self._has_begun = True
         self._rounds_done = 0
         self._failures = 0
         self._process: asyncio.subprocess.Process | None = None
@@ -81,8 +83,8 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a trainer that takes tasks."""
-        return self.state == "running"
+        """Whether there is a trainer that works: one with a task has begun its steps, so it has its data too."""
+        return self.state == "running" and self._has_begun
 
     @property
     def pid(self) -> int:
@@ -120,7 +122,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
             return
         task = self._make_task(self.pending)
         if task is not None and task != self._sent:
-            self._sent = task
+            self._sent, self._has_begun = task, False
             self.progress = None
             self._outbox.put_nowait(control_pb2.TrainerTask(train=task))
 
@@ -154,24 +156,32 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
             async for event in events:
                 kind = event.WhichOneof("event")
                 if kind == "ready":
-                    self._outbox, self._sent = outbox, None
+                    self._outbox, self._sent, self._has_begun = outbox, None, True
                     self.pending = event.ready
                     self.state = "running"
                     self._say(f"trainer ready on {event.ready.device or 'cpu'} (pid {event.ready.pid})")
                     self.refresh()
                 elif kind == "progress":
                     self.progress = event.progress
+                    self._has_begun = self._has_begun or not event.progress.text
                 elif kind == "round_done":
                     done = event.round_done
                     self._rounds_done, self._failures = self._rounds_done + 1, 0
                     epoch = self._sent.epoch if self._sent is not None else b""
                     self.pending = control_pb2.Ready(has_pending=True, pending_round=done.round, pending_epoch=epoch)
-                    await self._on_done(done)
+                    self._has_begun = True
+                    await self._publish(done)
                 elif kind == "failed":
                     self._last_words = event.failed.message
                 self._on_change()
         finally:
             outbox.put_nowait(None)
+
+    async def _publish(self, done: control_pb2.RoundDone) -> None:
+        try:
+            await self._on_done(done)
+        except SpesError as error:  # a full disk, say: this round is missed, the trainer is not to blame
+            self._log(f"round {done.round}: our contribution could not be stored: {error}")
 
     # ---- the process -------------------------------------------------------------------------------------------
 
@@ -180,6 +190,8 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
             await self._unpaused()
             self.state, self._last_words = "starting", ""
             self._process = await self._spawn(socket)
+            if self.paused:
+                await self._stop()
             code = await self._process.wait()
             if self.paused:
                 continue

@@ -69,7 +69,7 @@ class NewFile:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / f"{_TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-        with disk_errors(self.path):
+        with disk_errors(directory):
             self._file = self.path.open("xb")
 
     def __enter__(self) -> NewFile:
@@ -87,7 +87,7 @@ class NewFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes. Raises `UserError` when the disk is full."""
-        with disk_errors(self.path):
+        with disk_errors(self.path.parent):
             self._file.write(data)
 
     def publish(self, path: Path) -> None:
