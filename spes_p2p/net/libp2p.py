@@ -42,7 +42,10 @@ log = logging.getLogger(__name__)
 IN_FLIGHT_PER_PEER_MAX = 32
 """Requests of one sender that are worked on at a time; more are refused as busy."""
 IN_FLIGHT_MAX = 256
-"""The same over all senders: each holds a file descriptor and up to two payloads."""
+"""The same over all senders: each holds a file descriptor and up to two payloads. Half is for favoured ones alone."""
+
+STREAMS_MAX = 512
+"""Streams open at a time, those included that only wait for the caller to close; more are cut at once."""
 
 _REQUEST_SECONDS = 30.0
 _HANDLER_SECONDS = 120.0
@@ -68,6 +71,8 @@ class LibP2P:
         self.peer_id = peer_id
         self.bytes_up = 0
         self.bytes_down = 0
+        self.favoured: frozenset[str] = frozenset()
+        """Peers that strangers cannot keep from being answered, however many these are: the run's owners."""
         self.daemon = Daemon(options, self._register)
         self._control: Control = self.daemon.control
         self._socket_path = self.daemon.directory / "streams"
@@ -324,6 +329,9 @@ class LibP2P:
         task.add_done_callback(self._tasks.discard)
 
     def _on_stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._tasks) >= STREAMS_MAX:
+            writer.close()
+            return
         self._spawn(self._serve_stream(reader, writer))
 
     async def _serve_stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -333,7 +341,8 @@ class LibP2P:
             async with asyncio.timeout(_REQUEST_SECONDS):
                 await read_pbmsg_safe(reader, info)
             sender = PeerID(info.peer).to_base58()
-            if self._in_flight[sender] >= IN_FLIGHT_PER_PEER_MAX or self._in_flight.total() >= IN_FLIGHT_MAX:
+            places = IN_FLIGHT_MAX if sender in self.favoured else IN_FLIGHT_MAX // 2
+            if self._in_flight[sender] >= IN_FLIGHT_PER_PEER_MAX or self._in_flight.total() >= places:
                 await self._send(writer, Kind.ERROR, failure_data("", "busy, try again later"))
             else:
                 self._in_flight[sender] += 1

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from spes_p2p.crypto.keys import Identity
+from spes_p2p.net import libp2p
 from spes_p2p.net.daemon import Daemon, DaemonOptions
 from spes_p2p.net.frames import PROTOCOL, Kind, frame_head, read_frame
 from spes_p2p.net.libp2p import IN_FLIGHT_PER_PEER_MAX
@@ -114,6 +115,33 @@ async def test_a_hanging_handler_meets_the_callers_deadline_and_is_ended(first: 
     with pytest.raises(NetworkError, match=r"did not answer hang within 0\.3 s"):
         await second.transport.call(first.peer_id, "hang", b"", timeout_seconds=0.3)
     await asyncio.wait_for(ended.wait(), 10)
+
+
+@standing_test
+async def test_strangers_cannot_occupy_the_places_of_favoured_peers(first: Node, second: Node) -> None:
+    enough = asyncio.Event()
+
+    async def wait(sender: str, request: bytes) -> bytes:
+        await enough.wait()
+        return b"done"
+
+    second.transport.handle("slow", wait)
+
+    def ask(count: int) -> list[asyncio.Task[bytes]]:
+        calls = (first.transport.call(second.peer_id, "slow", b"", timeout_seconds=20) for _ in range(count))
+        return [asyncio.create_task(call) for call in calls]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(libp2p, "IN_FLIGHT_MAX", 6)
+        strangers = ask(5)
+        await until(lambda: sum(call.done() for call in strangers) == 2)
+        second.transport.favoured = frozenset([first.peer_id])
+        favoured = ask(5)
+        await until(lambda: sum(call.done() for call in favoured) == 2)
+        enough.set()
+        results = await asyncio.gather(*strangers, *favoured, return_exceptions=True)
+        second.transport.favoured = frozenset()
+    assert [results[:5].count(b"done"), results[5:].count(b"done")] == [3, 3]
 
 
 @standing_test
