@@ -21,6 +21,7 @@ from spes_p2p.core.members import in_order, opening_members
 from spes_p2p.crypto.envelope import seal, unseal, unseal_manifest
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.libp2p import LibP2P
+from spes_p2p.net.transport import Transport
 from spes_p2p.peer import joining
 from spes_p2p.store.chain import Chain
 from spes_p2p.store.ledger_db import LedgerDB
@@ -50,14 +51,17 @@ class _Visit:
     async def push(self, record: Start | Reset | Ban | End) -> str:
         """Sign a record and hand it to every peer. Raises `UserError` if none takes it."""
         raw = seal(record, self.identity).raw
-        problems = []
-        taken = 0
-        for peer in self.peers:
+        problems: list[str] = []
+
+        async def hand(peer: str) -> bool:
             try:
                 await self.transport.call(peer, PUSH, raw, timeout_seconds=CALL_SECONDS)
-                taken += 1
             except (NetworkError, RemoteError) as error:
                 problems.append(str(error))
+                return False
+            return True
+
+        taken = sum(await asyncio.gather(*(hand(peer) for peer in self.peers)))
         if not taken:
             raise UserError(f"no peer took the record: {'; '.join(problems)}")
         return f"{taken} of {len(self.peers)} peers took it"
@@ -161,7 +165,7 @@ async def _ignore(sender: str, request: bytes) -> bytes:
     return b""
 
 
-async def _read(chain: Chain, transport: LibP2P, visitor: Identity, reached: Sequence[str]) -> list[str]:
+async def _read(chain: Chain, transport: Transport, visitor: Identity, reached: Sequence[str]) -> list[str]:
     """Read the ledger from those reached, and learn from them who else is there."""
     own = Presence(
         run_id=chain.run_id,
@@ -173,26 +177,38 @@ async def _read(chain: Chain, transport: LibP2P, visitor: Identity, reached: Seq
         expires=int(time.time()) + 60,
     )
     known: dict[str, tuple[str, ...]] = {}
+    problems = []
     for peer in reached:
-        reply = decode(
-            HelloReply,
-            await transport.call(peer, HELLO, seal(own, visitor).raw, timeout_seconds=CALL_SECONDS),
-            peer=peer,
-        )
-        for envelope in reply.presences:
-            presence = unseal(envelope, Presence)
-            known[presence.signer] = presence.record.addresses
-        while True:
-            request = encode(ChainRequest(first=chain.length))
-            answer = await transport.call(peer, CHAIN, request, timeout_seconds=CALL_SECONDS)
-            entries = decode(ChainReply, answer, peer=peer).entries
-            for entry in entries:
-                chain.append(chain.check(entry.kind, entry.data))
-            if not entries:
-                break
+        try:
+            there = await _who_is_there(chain, transport, seal(own, visitor).raw, peer)
+            await _read_ledger(chain, transport, peer)
+            known.update(there)
+        except (NetworkError, RemoteError) as error:  # one that lies or is silent is not in the organizer's way
+            problems.append(f"{peer}: {error}")
+    if not known:
+        raise NetworkError("; ".join(problems))
     for peer, addresses in known.items():
         transport.add_address(peer, list(addresses))
     return list(known)
+
+
+async def _who_is_there(chain: Chain, transport: Transport, hello: bytes, peer: str) -> dict[str, tuple[str, ...]]:
+    """The peers of the run that one of them knows, itself among them, with their addresses."""
+    reply = decode(HelloReply, await transport.call(peer, HELLO, hello, timeout_seconds=CALL_SECONDS), peer=peer)
+    presences = [unseal(envelope, Presence, peer=peer) for envelope in reply.presences]
+    return {p.signer: p.record.addresses for p in presences if p.record.run_id == chain.run_id}
+
+
+async def _read_ledger(chain: Chain, transport: Transport, peer: str) -> None:
+    """Append what a peer has beyond our head."""
+    while True:
+        request = encode(ChainRequest(first=chain.length))
+        answer = await transport.call(peer, CHAIN, request, timeout_seconds=CALL_SECONDS)
+        entries = decode(ChainReply, answer, peer=peer).entries
+        for entry in entries:
+            chain.append(chain.check(entry.kind, entry.data))
+        if not entries:
+            return
 
 
 async def _claims(visit: _Visit) -> list[Signed[Claim]]:

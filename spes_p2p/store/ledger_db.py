@@ -206,11 +206,12 @@ class LedgerDB:
     def append_commit(self, commit: bytes, round: int, id: bytes) -> None:
         """Append the bytes of a verified `Commit` to the chain; one that is there already is left alone.
 
-        The sets proposed for earlier rounds are dropped: those rounds are decided.
+        The sets proposed for earlier rounds, by others and by this peer, are dropped: those rounds are decided.
         """
         with self._writing() as db:
             self._append(db, "commit", round, id, commit)
             db.execute("DELETE FROM sets WHERE round < ?", (round,))
+            db.execute("DELETE FROM own_votes WHERE step = 'proposal' AND round < ?", (round,))
 
     @staticmethod
     def _append(db: sqlite3.Connection, kind: str, round: int, id: bytes, data: bytes) -> None:

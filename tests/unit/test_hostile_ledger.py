@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from pathlib import Path
 
@@ -10,10 +11,16 @@ import pytest
 from spes_p2p.core.ledger import check_order
 from spes_p2p.core.members import in_order
 from spes_p2p.crypto.envelope import seal
+from spes_p2p.peer import organizer
+from spes_p2p.peer.service import Service
 from spes_p2p.store.chain import Chain
-from spes_protocols.errors import IntegrityError, RemoteError
-from spes_protocols.messages import End
-from tests.unit.log_support import ADA, BOB, ORGANIZER, RunLog
+from spes_p2p.store.ledger_db import LedgerDB
+from spes_protocols.codec import encode
+from spes_protocols.errors import IntegrityError, NetworkError, RemoteError
+from spes_protocols.messages import End, Presence
+from spes_protocols.requests import HELLO, HelloReply
+from tests.unit.hostile_support import MemoryTransport
+from tests.unit.log_support import ADA, BOB, EVE, ORGANIZER, RunLog
 
 
 @pytest.fixture
@@ -74,3 +81,45 @@ def test_a_changed_database_is_named(log: RunLog, damage: str) -> None:
     db.close()
     with pytest.raises(IntegrityError, match=r"ledger\.sqlite"), log.run.ledger() as opened:
         Chain(log.manifest, log.run.run_id, opened)
+
+
+def test_proposals_of_closed_rounds_do_not_pile_up(log: RunLog) -> None:
+    epoch = log.chain.head.epoch
+    for number in range(3):
+        log.db.record_vote(epoch, number, 0, "proposal", bytes(1_000_000))
+        log.db.record_vote(epoch, number, 0, "prevote", b"kept: it must never be another")
+        log.close_round([log.header(ADA), log.header(BOB)])
+    assert [len(raw) > 1000 for raw in log.db.own_votes(epoch, 0)] == [False, False]
+    assert [len(raw) > 1000 for raw in log.db.own_votes(epoch, 2)] == [True, False, False]
+
+
+def test_a_peer_that_lies_is_not_in_the_organizers_way(log: RunLog, tmp_path: Path) -> None:
+    async def whole() -> None:
+        network: dict[str, MemoryTransport] = {}
+        transport, liar, honest = (MemoryTransport(network, identity) for identity in (ORGANIZER, EVE, ADA))
+
+        async def garbage(sender: str, request: bytes) -> bytes:
+            return encode(HelloReply(presences=(b"\x80",)))
+
+        async def presence(sender: str, request: bytes) -> bytes:
+            record = Presence(
+                run_id=log.run.run_id, addresses=(), role="volunteer", round=0, head=b"", state_root=b"", expires=2**40
+            )
+            return encode(HelloReply(presences=(seal(record, ADA).raw,)))
+
+        async def nothing(sender: str, request: bytes) -> bytes:
+            raise RemoteError("busy", "")
+
+        Service(
+            honest, log.run.manifest.raw, log.chain, log.states, log.blobs,
+            on_hello=presence, on_push=nothing, claims=lambda: (),
+        )  # fmt: skip
+        liar.handle(HELLO, garbage)
+        with LedgerDB(tmp_path / "visit" / "ledger.sqlite") as db:
+            chain = Chain(log.manifest, log.run.run_id, db)
+            with pytest.raises(NetworkError):
+                await organizer._read(chain, transport, BOB, [EVE.peer_id])
+            assert await organizer._read(chain, transport, BOB, [EVE.peer_id, ADA.peer_id]) == [ADA.peer_id]
+            assert chain.head.id == log.chain.head.id
+
+    asyncio.run(whole())
