@@ -153,6 +153,8 @@ class Trainer:
         with _reading_data():
             self._data.prepare()
         for task in self._link.inbox.tasks():
+            if not Path(task.state_path).exists():
+                continue  # it came too late: the round is over, and the peer has removed its state
             done = self._finished_before(task) or self._train(task)
             self._link.send(round_done=done)
 
