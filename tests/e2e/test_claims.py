@@ -48,7 +48,7 @@ def test_one_of_two_claims_wins_and_the_other_stands_by(tmp_path: Path) -> None:
         taken = next(s for s in ledger if rows(s).get(standby.peer_id) == (group,))
         assert left.after.round <= taken.after.round <= left.after.round + 2
         assert sections_of(standby, after=taken.after.round) == ["shared", f"group/{group}"]
-        assert states_fit(standby) >= 2
+        assert states_fit(standby) >= 1
 
 
 def sections_of(volunteer: Volunteer, *, after: int) -> list[str]:

@@ -85,7 +85,7 @@ def test_a_swarm_outlives_its_bootstrap_and_its_volunteers(tmp_path: Path) -> No
         same_ledger(*everyone)
         votes_were_kept_to(*everyone)
         for volunteer in everyone:
-            assert states_fit(volunteer) >= 2
+            assert states_fit(volunteer) >= 1
             assert "internal error" not in volunteer.text
             assert "Traceback" not in volunteer.text
 
