@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
 from spes_p2p.crypto.envelope import unseal
@@ -16,6 +17,9 @@ from spes_protocols.messages import Commit, Header, Section
 
 MICRO = 1_000_000
 """A header's loss is in millionths of a nat."""
+
+LOSS_MAX = 1e6
+"""Nats that stand for any loss as high, for one that overflowed and for one that is no number."""
 
 
 class Publisher:
@@ -56,7 +60,7 @@ class Publisher:
             ),
             tokens=done.tokens,
             steps=done.steps,
-            loss=round(done.loss * MICRO),
+            loss=_micro(done.loss),
         )  # fmt: skip
         self._shell.say(header)
 
@@ -76,3 +80,8 @@ class Publisher:
             task.counted.extend(section.name for section in unseal(raw, Header).record.sections)
         elif any(refusal.header == raw for refusal in commit.body.value.refusals):
             task.outcome = control_pb2.REFUSED
+
+
+def _micro(loss: float) -> int:
+    """A loss as a header says it: a state that others have spoilt may give any."""
+    return round(MICRO * (min(max(loss, 0.0), LOSS_MAX) if math.isfinite(loss) else LOSS_MAX))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import stat
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -16,8 +17,9 @@ from hypothesis import given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
+from spes_p2p.core.ladder import expected_sections
 from spes_p2p.core.members import in_order
-from spes_p2p.crypto.envelope import seal
+from spes_p2p.crypto.envelope import seal, unseal
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.blobs import BlobRange
 from spes_p2p.net.libp2p import LibP2P
@@ -25,9 +27,10 @@ from spes_p2p.peer import retention
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.peer import Peer
 from spes_p2p.peer.service import Service
+from spes_protocols import control_pb2
 from spes_protocols.codec import encode
 from spes_protocols.errors import RemoteError
-from spes_protocols.messages import Claim, End, Presence, Prevote, Proposal, ProposedSet, Signed
+from spes_protocols.messages import Claim, End, Header, Presence, Prevote, Proposal, ProposedSet, Signed
 from spes_protocols.requests import (
     CHAIN,
     CHAIN_BYTES_MAX,
@@ -270,6 +273,39 @@ def test_a_blob_that_is_needed_again_outlives_its_first_round(tmp_path: Path) ->
         log.close_round([seal(replace(ada.record, **place), ADA), seal(replace(bob.record, **place), BOB)])
     retention.tidy(log.chain, log.states, log.blobs, PeerOptions(home=tmp_path, disk_bytes_max=0))
     assert all(log.blobs.has(section.blob) for section in (*ada.record.sections, *bob.record.sections))
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), 1e300, -1.0])
+def test_a_loss_that_is_none_is_published_as_a_high_one(tmp_path: Path, log: RunLog, loss: float) -> None:
+    async def whole() -> None:
+        peer = make_peer(tmp_path, log, MemoryTransport({}, ADA), ADA, [])
+        try:
+            done = control_pb2.RoundDone(round=peer.chain.head.round, tokens=10, steps=1, loss=loss)
+            for name in ("shared", "group/0", "group/1"):
+                if name in expected_sections(log.manifest, log.chain.head, ADA.peer_id):
+                    section = log.section(name)
+                    path = tmp_path / name.replace("/", "-")
+                    path.write_bytes(log.blobs.path(section.blob).read_bytes())
+                    done.sections.add(
+                        name=name, codec=section.codec, path=str(path), digest=section.blob, size=section.size
+                    )
+            await peer.publisher.on_done(done)
+            head = peer.chain.head
+            raw = peer.db.own_header(head.epoch, head.round)
+            assert raw is not None
+            assert unseal(raw, Header).record.loss in (0, 10**12)
+        finally:
+            await peer.close()
+
+    asyncio.run(whole())
+
+
+def test_the_control_socket_is_for_its_owner_alone(tmp_path: Path, log: RunLog) -> None:
+    async def test(peer: Peer, network: dict[str, MemoryTransport]) -> None:
+        await peer.control.start()
+        assert stat.S_IMODE(peer.control.socket.stat().st_mode) == 0o600
+
+    with_peer(tmp_path, log, test, [])
 
 
 # ---- requests ---------------------------------------------------------------------------------------------------
