@@ -1,3 +1,1 @@
 """Wire formats of SPES: records, their canonical bytes, their limits and errors. Depends on msgpack alone."""
-
-PROTOCOL_VERSION = 1

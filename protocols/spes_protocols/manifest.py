@@ -6,11 +6,10 @@ allowed range, so a wrong value is named with its key.
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from spes_protocols.codec import Matches, OneOf, Range, Size, from_plain
+from spes_protocols.codec import Matches, OneOf, Range, Size
 from spes_protocols.errors import SchemaError
 from spes_protocols.messages import CodecName
 from spes_protocols.types import GROUPS_MAX, Count, DigestOrNil, PeerId
@@ -281,18 +280,3 @@ class Manifest:
     def round_tokens(self, step: int) -> int:
         """The quota that caps a contribution's weight, in tokens."""
         return self.round_sequences(step) * self.model.sequence_length
-
-
-def parse_toml(text: str) -> Manifest:
-    """A manifest from the organizer's TOML. Raises `SchemaError` that names key, value and allowed range."""
-    try:
-        plain = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise SchemaError("", text.splitlines()[0] if text.strip() else "", f"TOML ({error})") from None
-    root = plain.get("genesis_root")
-    if isinstance(root, str):
-        try:
-            plain["genesis_root"] = bytes.fromhex(root)
-        except ValueError:
-            raise SchemaError("genesis_root", root, "a SHA-256 digest, 64 hexadecimal digits") from None
-    return from_plain(Manifest, plain)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from spes_p2p.crypto.envelope import seal, unseal
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.frames import Failure
-from spes_protocols.codec import decode, pack
+from spes_protocols.codec import decode, from_plain, pack
 from spes_protocols.errors import RemoteError, SchemaError
-from spes_protocols.manifest import parse_toml
+from spes_protocols.manifest import Optimizer
 from spes_protocols.messages import Claim, ProposedSet, Sealed, SnapshotIndex
 from spes_protocols.requests import ChainReply, HelloReply
 
@@ -60,7 +60,7 @@ def test_a_list_is_counted_before_its_items_are_looked_at() -> None:
 
 def test_a_number_too_large_for_a_float_is_a_schema_error() -> None:
     with pytest.raises(SchemaError):
-        parse_toml("[optimizer]\nlr = 1" + "0" * 400)
+        from_plain(Optimizer, {"lr": 10**400, "warmup_steps": 0, "total_steps": 1})
 
 
 def mutated(raw: bytes, at: int, value: int, cut: int) -> bytes:
