@@ -24,11 +24,11 @@ NIL = b""
 VIEWS_AHEAD_MAX = 100
 """Votes for views further ahead than this are dropped, so that memory stays bounded."""
 
-OTHERS_MAX = 4
-"""Further proposals of one leader in one view that are looked at, for the proof they may carry."""
-
 PROPOSALS_AHEAD_MAX = 2
 """The same for proposals, which are large; they are sent again once this peer is there."""
+
+OTHERS_MAX = 4
+"""Further proposals of one leader in one view that are looked at, for the proof they may carry."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +259,7 @@ class Agreement:
             return self.on_proposal(signed, value, (), now)
         return self.on_vote(signed, now, stored=True)
 
-    def on_built(self, view: int, value: VerifiedSet, now: float) -> list[Output]:
+    def on_built(self, view: int, value: VerifiedSet) -> list[Output]:
         """The set this leader proposes in `view`; it is checked like anyone's."""
         self._sets.setdefault(value.id, value)
         if view != self.view or self.abstains or self._views[view].proposal is not None:

@@ -2,8 +2,8 @@
 
     manifest -> Start -> Commit 0 -> Commit 1 -> ...      (a Reset goes on from any commit, in a new epoch)
 
-`commit_body` says what a round's outcome must be, and
-`verify_commit` accepts a commit only if recomputing it gives the same bytes and a quorum signed them.
+`commit_body` says what a round's outcome must be, and `verify_commit` accepts a commit only if recomputing it gives the
+same bytes and a quorum signed them.
 """
 
 from __future__ import annotations

@@ -146,7 +146,6 @@ class Participant:
         self._electorate = head.electorate
         self._senders = [m.peer for m in head.members if expected_sections(self.manifest, head, m.peer)]
         self._seen_at = 0.0
-        self._cut = False
         self._grace_until: float | None = None
         self._blobs_until: float | None = None
         self._building: int | None = None
@@ -353,8 +352,7 @@ class Participant:
         if self._grace_until is None and self._has_quorum():
             self._grace_until = now + self.manifest.rounds.grace_seconds
             self._blobs_until = self._grace_until + self.manifest.rounds.blob_seconds
-            if self.me in self._senders and self.me not in self.headers and not self._cut:
-                self._cut = True
+            if self.me in self._senders and self.me not in self.headers:
                 outputs.append(Cut())
         return outputs + self._advance(now)
 
@@ -380,7 +378,7 @@ class Participant:
             view, self._building = self._building, None
             value = self._build()
             if value is not None:
-                outputs += self._absorb(self.agreement.on_built(view, value, now), now)
+                outputs += self._absorb(self.agreement.on_built(view, value), now)
             else:
                 self._building = view
         return outputs

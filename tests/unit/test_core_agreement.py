@@ -154,7 +154,7 @@ ME = follower(1)
 def test_a_round_without_trouble() -> None:
     leader = Machine(LEADERS[0])
     assert leader.start() == [Build(0)]
-    leader.take(leader.core.on_built(0, X, 0.0))
+    leader.take(leader.core.on_built(0, X))
     assert [type(record) for record in leader.said] == [Proposal, Prevote]
     follower_ = Machine(ME)
     follower_.start()
@@ -453,10 +453,10 @@ def test_a_restarted_peer_does_not_run_ahead_by_itself() -> None:
 def test_a_restarted_leader_does_not_propose_twice() -> None:
     leader = Machine(LEADERS[0])
     leader.start()
-    leader.take(leader.core.on_built(0, X, 0.0))
+    leader.take(leader.core.on_built(0, X))
     after = leader.restarted()
     assert after.start() == []
-    assert after.take(after.core.on_built(0, Y, 0.0)) == []
+    assert after.take(after.core.on_built(0, Y)) == []
     assert after.said == []
 
 
