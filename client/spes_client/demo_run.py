@@ -93,6 +93,7 @@ class Demo:
         plan = self._plan
         async with Swarm() as swarm:
             volunteers = await self._train(swarm)
+            self._report("checking", -1.0)
             self._say("checking: replaying the log, comparing ledgers, measuring every state on the held-out text")
             replay = asyncio.create_task(self._replay(swarm))
             measure = asyncio.create_task(self._measure(swarm))
@@ -134,7 +135,7 @@ class Demo:
             "the start of the run",
             lambda: all(child.marks for child in volunteers),
             _START_SECONDS,
-            needed=[*volunteers, bootstrap],
+            needed=[bootstrap, *volunteers],
         )
         self._say(f"all volunteers have claimed: the run starts with {plan.groups} expert groups")
         for number in range(plan.rounds):
