@@ -15,7 +15,7 @@ from spes_p2p.core.head import Head
 from spes_p2p.core.tensors import section_specs
 from spes_protocols.errors import RemoteError
 from spes_protocols.manifest import Manifest, Model
-from spes_protocols.messages import SHARED, Header, Signed, group_section
+from spes_protocols.messages import SHARED, Header, Signed, VerifiedSet, group_section
 
 BLOB_CHECKS = ("decode", "blob_digest", "shapes", "dtypes", "finite", "norm")
 """Checks that show only in a header's blobs, or for `norm` in the set; all others a header can fail by itself."""
@@ -30,6 +30,12 @@ class Verdict:
 
     check: str | None
     norms: tuple[tuple[str, float], ...] = ()
+
+
+def checked_by_blob(value: VerifiedSet) -> list[tuple[str | None, Signed[Header]]]:
+    """(claimed refusal or None, header) of every contribution in a set whose blobs decide about it (SPEC 7.3)."""
+    counted: list[tuple[str | None, Signed[Header]]] = [(None, header) for header in value.headers]
+    return counted + [(check, header) for check, header in value.refused if check in BLOB_CHECKS]
 
 
 def expected_sections(manifest: Manifest, head: Head, peer: str) -> tuple[str, ...]:

@@ -18,10 +18,10 @@ from spes_p2p.core import agreement
 from spes_p2p.core.agreement import Agreement, Apply, Build, Check, Decided, Resend, Say, Timeouts
 from spes_p2p.core.head import Head
 from spes_p2p.core.ladder import (
-    BLOB_CHECKS,
     Verdict,
     check_header,
     check_refusal,
+    checked_by_blob,
     expected_sections,
     norm_offenders,
 )
@@ -470,8 +470,7 @@ class Participant:
 
     def _judge(self, value: VerifiedSet) -> bool | None:
         """True or False by rules that any member can recompute, None while blobs are missing (SPEC 5.5)."""
-        by_blob = [(None, h) for h in value.headers] + [(c, h) for c, h in value.refused if c in BLOB_CHECKS]
-        verdicts = [(claimed, h, self.verdicts.get(h.id)) for claimed, h in by_blob]
+        verdicts = [(claimed, h, self.verdicts.get(h.id)) for claimed, h in checked_by_blob(value)]
         for claimed, _, verdict in verdicts:
             if verdict is None:
                 return None
@@ -488,7 +487,7 @@ class Participant:
             return self._absorb(self.agreement.on_checked(value_id, False, now), now)
         self._to_check[value_id] = value
         outputs: list[Output] = []
-        for header in (*value.headers, *(h for check, h in value.refused if check in BLOB_CHECKS)):
+        for _, header in checked_by_blob(value):
             outputs += self._ask(header)
         return outputs + self._check_sets(now)
 

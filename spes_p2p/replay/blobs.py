@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_p2p.core.ladder import norm_offenders
+from spes_p2p.core.ladder import checked_by_blob, norm_offenders
 from spes_p2p.delta.contributions import check_blobs
-from spes_p2p.replay.log import checked_by_blob
 from spes_p2p.replay.problems import Problem
 from spes_p2p.store.chain import Step
 from spes_p2p.store.rundir import RunDir

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spes_p2p.replay.log import Log, checked_by_blob
+from spes_p2p.core.ladder import checked_by_blob
+from spes_p2p.replay.log import Log
 from spes_p2p.store.blobs import BlobStore
 from spes_protocols.messages import Section
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from spes_p2p.core.ladder import BLOB_CHECKS
 from spes_p2p.store.chain import Step, StoredLedger
 from spes_p2p.store.ledger_db import LedgerDB
 from spes_p2p.store.rundir import RunDir
 from spes_protocols.errors import IntegrityError, UserError
-from spes_protocols.messages import Header, Signed, VerifiedSet
 
 Report = Callable[[str, float], None]
 """(what is under way, share done from 0 to 1, or negative where that is unknown)."""
@@ -44,9 +42,3 @@ def open_ledger(run: RunDir) -> Iterator[LedgerDB]:
         raise IntegrityError("ledger", str(path), "the file is empty; fetch the log again with: spes-replay fetch")
     with LedgerDB(path) as db:
         yield db
-
-
-def checked_by_blob(value: VerifiedSet) -> list[tuple[str | None, Signed[Header]]]:
-    """(claimed refusal or None, header) of every contribution in a set whose blobs decide about it (SPEC 7.3)."""
-    counted: list[tuple[str | None, Signed[Header]]] = [(None, header) for header in value.headers]
-    return counted + [(check, header) for check, header in value.refused if check in BLOB_CHECKS]

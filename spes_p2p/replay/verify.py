@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spes_p2p.core.head import Head, genesis
+from spes_p2p.core.ladder import checked_by_blob
 from spes_p2p.core.roots import state_root
 from spes_p2p.crypto.envelope import unseal
 from spes_p2p.delta.contributions import contributions
 from spes_p2p.delta.genesis import genesis_root
 from spes_p2p.replay.blobs import BlobJudge, Look
-from spes_p2p.replay.log import Log, Report, checked_by_blob, open_ledger
+from spes_p2p.replay.log import Log, Report, open_ledger
 from spes_p2p.replay.problems import Problem
 from spes_p2p.replay.states import Recomputed, genesis_error, root_detail, work_folder
 from spes_p2p.store.chain import Step
