@@ -21,16 +21,17 @@ from spes_p2p.delta.numeric import FloatArray
 from spes_protocols.errors import RemoteError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import SHARED, Section, VerifiedSet, section_group
+from spes_protocols.types import Count, PeerId
 
 BlobPath = Callable[[bytes], Path]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """What `apply` needs of a counted header; `standby` says that its sender owns no group."""
+    """What `apply` needs of a counted header, also as it crosses to the worker; a `standby` owns no group."""
 
-    peer: str
-    tokens: int
+    peer: PeerId
+    tokens: Count
     standby: bool
     sections: tuple[Section, ...]
 

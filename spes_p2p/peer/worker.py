@@ -39,22 +39,12 @@ class CheckJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted:
-    """A `Contribution`, as it crosses to the worker."""
-
-    peer: PeerId
-    tokens: Count
-    standby: bool
-    sections: tuple[Section, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class ApplyJob:
     """Write S_{round + 1} from S_round; `round` -1 writes S_0."""
 
     round: int
     step: Count
-    counted: Annotated[tuple[Counted, ...], Size(0, PEERS_MAX)]
+    counted: Annotated[tuple[Contribution, ...], Size(0, PEERS_MAX)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +92,7 @@ class Worker:
 
     async def apply(self, round_number: int, step: int, counted: tuple[Contribution, ...]) -> bytes:
         """Write S_{round + 1}; returns its root. Raises `UserError` (a full disk, say)."""
-        items = tuple(Counted(peer=c.peer, tokens=c.tokens, standby=c.standby, sections=c.sections) for c in counted)
-        return (await self._run(Job(apply=ApplyJob(round=round_number, step=step, counted=items)))).root
+        return (await self._run(Job(apply=ApplyJob(round=round_number, step=step, counted=counted)))).root
 
     async def genesis(self) -> bytes:
         """Write S_0; returns its root."""
@@ -179,12 +168,9 @@ def _do(run_dir: RunDir, job: Job, threads: int) -> Result:
             for name, array in genesis_tensors(manifest.model, manifest.ownership.groups, manifest.seed):
                 writer.add(name, array)
         else:
-            counted = tuple(
-                Contribution(peer=c.peer, tokens=c.tokens, standby=c.standby, sections=c.sections) for c in task.counted
-            )
             state = states.read(task.round)
             apply_set(
-                manifest, task.step, counted, state, blob_path=blobs.path, write=writer.add, threads=threads
+                manifest, task.step, task.counted, state, blob_path=blobs.path, write=writer.add, threads=threads
             )  # fmt: skip
         return Result(root=state_root(writer.commit()))
 
