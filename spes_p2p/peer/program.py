@@ -154,7 +154,8 @@ async def _run_dir(
         return joining.open_pinned(options.home, _read_manifest(manifest_path))
     if known is not None:
         for peer in reached:  # a peer of another run would only waste everybody's time: say so now
-            await joining.fetch_manifest(transport, [peer], known.run_id)
+            with contextlib.suppress(NetworkError):  # one that does not answer is no reason not to go on
+                await joining.fetch_manifest(transport, [peer], known.run_id)
         return known
     return joining.open_pinned(options.home, await joining.fetch_manifest(transport, reached, wanted))
 
