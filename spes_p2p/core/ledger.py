@@ -14,7 +14,7 @@ from dataclasses import replace
 from spes_p2p.core.assignment import next_cursor
 from spes_p2p.core.head import RECENT_ROUNDS, Head
 from spes_p2p.core.ladder import check_header, check_refusal
-from spes_p2p.core.members import check_claim, check_table, next_members
+from spes_p2p.core.members import check_claim, check_table, next_members, opening_members
 from spes_protocols.codec import digest
 from spes_protocols.errors import RemoteError
 from spes_protocols.manifest import Manifest
@@ -38,6 +38,20 @@ CLAIMS_MAX = 256
 
 SET_BYTES_MAX = 1536 * 1024
 """Bytes of a set's envelopes in all (SPEC 5.3): with its proof it fits into a proposal, with its votes into a reply."""
+
+
+def start_record(manifest: Manifest, head: Head, claims: Sequence[Signed[Claim]]) -> Start:
+    """The record that opens the run after `head` with a table made from these claims, one per claimant (SPEC 5.10)."""
+    return Start(
+        run_id=head.run_id,
+        parent=head.id,
+        round=head.round,
+        state_root=head.state_root,
+        members=opening_members(manifest, claims, head.id, head.round),
+        cursor=head.cursor,
+        step=head.step,
+        claims=tuple(claim.raw for claim in sorted(claims, key=lambda claim: claim.signer)),
+    )
 
 
 def opened(manifest: Manifest, head: Head, opening: Signed[Start] | Signed[Reset]) -> Head:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from spes_p2p.core.head import Head
-from spes_p2p.core.ledger import check_claim_place
-from spes_p2p.core.members import in_order, opening_members
+from spes_p2p.core.ledger import check_claim_place, start_record
+from spes_p2p.core.members import in_order
 from spes_p2p.crypto.envelope import seal, unseal, unseal_manifest
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.libp2p import LibP2P
@@ -77,18 +77,8 @@ async def run_start(raw: bytes, identity: Identity, peers: Sequence[str]) -> str
         owners = [claim for claim in claims if claim.record.wants]
         if len(owners) < wanted:
             raise UserError(f"{len(owners)} peers have claimed groups, the manifest wants {wanted}; try again later")
-        members = opening_members(visit.manifest, claims, head.id, head.round)
-        start = Start(
-            run_id=head.run_id,
-            parent=head.id,
-            round=head.round,
-            state_root=head.state_root,
-            members=members,
-            cursor=head.cursor,
-            step=head.step,
-            claims=tuple(claim.raw for claim in claims),
-        )
-        return f"run started with {sum(bool(m.groups) for m in members)} owners; {await visit.push(start)}"
+        start = start_record(visit.manifest, head, claims)
+        return f"run started with {sum(bool(m.groups) for m in start.members)} owners; {await visit.push(start)}"
 
 
 async def run_reset(raw: bytes, identity: Identity, peers: Sequence[str], *, commit: bytes, reason: str) -> str:

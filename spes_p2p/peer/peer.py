@@ -18,8 +18,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from spes_p2p.core.assignment import member_sequences
-from spes_p2p.core.ledger import CLAIMS_MAX
-from spes_p2p.core.members import opening_members
+from spes_p2p.core.ledger import CLAIMS_MAX, start_record
 from spes_p2p.crypto.envelope import seal
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.directory import Directory, run_key
@@ -473,13 +472,8 @@ class Peer:
             return
         # Of a flood, so many by chance as a record holds; the others stand in the commits that follow.
         claims = random.sample(claims, min(len(claims), max(CLAIMS_MAX, wanted)))
-        claims.sort(key=lambda claim: claim.signer)
-        members = opening_members(self.manifest, claims, head.id, head.round)
-        start = Start(
-            run_id=head.run_id, parent=head.id, round=head.round, state_root=head.state_root, members=members,
-            cursor=head.cursor, step=head.step, claims=tuple(claim.raw for claim in claims),
-        )  # fmt: skip
-        self._spawn(self._open_run(seal(start, Identity.load(self.options.start_key))))
+        start = seal(start_record(self.manifest, head, claims), Identity.load(self.options.start_key))
+        self._spawn(self._open_run(start))
 
     async def _open_run(self, start: Signed[Start]) -> None:
         try:

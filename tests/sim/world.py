@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from spes_p2p.core.head import Head, genesis
 from spes_p2p.core.ladder import Verdict
-from spes_p2p.core.members import opening_members
+from spes_p2p.core.ledger import start_record
 from spes_p2p.core.rounds import Opened
 from spes_protocols.codec import digest
 from spes_protocols.errors import RemoteError
@@ -284,19 +284,7 @@ class World:
 
     def start_run(self, claims: list[Signed[Claim]]) -> Signed[Start]:
         """The organizer signs the first table and tells everybody, again and again."""
-        head = self.genesis
-        members = opening_members(self.manifest, claims, head.id, 0)
-        record = Start(
-            run_id=head.run_id,
-            parent=head.id,
-            round=0,
-            state_root=head.state_root,
-            members=members,
-            cursor=0,
-            step=0,
-            claims=tuple(c.raw for c in sorted(claims, key=lambda c: c.signer)),
-        )
-        start = seal(record, ORGANIZER)
+        start = seal(start_record(self.manifest, self.genesis, claims), ORGANIZER)
         self.announce("opening", start)
         return start
 

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models
 
-from spes_p2p.core.ledger import commit_body
-from spes_p2p.core.members import opening_members
+from spes_p2p.core.ledger import commit_body, start_record
 from spes_p2p.core.roots import state_root
 from spes_p2p.core.tensors import section_specs
 from spes_p2p.crypto.envelope import seal, verify_set
@@ -44,7 +43,6 @@ from spes_protocols.messages import (
     Reset,
     Section,
     Signed,
-    Start,
     VerifiedSet,
     group_section,
 )
@@ -153,18 +151,7 @@ class RunLog:
 
     def start(self, claims: Sequence[Signed[Claim]]) -> Step:
         """The organizer opens the run with these claims."""
-        head = self.chain.head
-        record = Start(
-            run_id=head.run_id,
-            parent=head.id,
-            round=head.round,
-            state_root=head.state_root,
-            members=opening_members(self.manifest, claims, head.id, head.round),
-            cursor=head.cursor,
-            step=head.step,
-            claims=by_signer(claims),
-        )
-        return self._append("start", seal(record, ORGANIZER).raw)
+        return self._append("start", seal(start_record(self.manifest, self.chain.head, claims), ORGANIZER).raw)
 
     def reset(self, to: Step, members: tuple[Member, ...]) -> Step:
         """The organizer goes back to the commit `to`."""
