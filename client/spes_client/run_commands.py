@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 from spes_client import ui
 from spes_client.digests import FORMATS
 from spes_protocols.errors import IntegrityError, RemoteError, UserError
+from spes_protocols.types import ENVELOPE_BYTES_MAX
 
 if TYPE_CHECKING:
     from spes_protocols.manifest import Data, Manifest, Shard, Tokenizer
     from spes_protocols.messages import Signed
-
-_SIGNED_BYTES_MAX = 4 * 1024 * 1024
 
 
 def register(subparsers: Any) -> None:
@@ -293,7 +292,7 @@ def _read_signed(path: Path) -> Signed[Manifest]:
         return resolve_run_dir(path).manifest
     try:
         with path.open("rb") as file:
-            data = file.read(_SIGNED_BYTES_MAX + 1)
+            data = file.read(ENVELOPE_BYTES_MAX + 1)
     except FileNotFoundError:
         raise UserError(f"no signed manifest at {path}; make one with: spes run sign run.toml -o {path}") from None
     try:

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 from spes_protocols.codec import Matches, OneOf, Range, Size
 from spes_protocols.errors import SchemaError
 from spes_protocols.messages import CodecName
-from spes_protocols.types import GROUPS_MAX, Count, DigestOrNil, PeerId
+from spes_protocols.types import GROUPS_MAX, LEAF_BYTES, PEERS_MAX, Count, DigestOrNil, PeerId
 
 Positive = Annotated[int, Range(1, 2**40)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
@@ -22,7 +22,6 @@ HexDigest = Annotated[str, Matches(r"[0-9a-f]{64}", "a SHA-256 digest, 64 hexade
 INDEX_BYTES_MAX = 3 * 1024 * 1024
 """A snapshot's index must fit into one reply (SPEC 8.2, 10.2)."""
 
-_LEAF_BYTES = 4 * 1024 * 1024
 _TENSOR_RECORD_BYTES = 88
 _DIGEST_BYTES = 34
 
@@ -69,7 +68,7 @@ class Model:
             (layers, self.num_experts * width),
             (3 * layers * self.num_experts, self.intermediate_size * width),
         )
-        sizes = ((count, -(-4 * elements // _LEAF_BYTES)) for count, elements in tensors)
+        sizes = ((count, -(-4 * elements // LEAF_BYTES)) for count, elements in tensors)
         return 64 + sum(count * (_TENSOR_RECORD_BYTES + leaves * _DIGEST_BYTES) for count, leaves in sizes)
 
 
@@ -221,7 +220,7 @@ class Admission:
     """Who may claim: anyone, or the peers listed."""
 
     mode: Annotated[str, OneOf(("open", "allowlist"))] = "open"
-    peers: Annotated[tuple[PeerId, ...], Size(0, 4096)] = ()
+    peers: Annotated[tuple[PeerId, ...], Size(0, PEERS_MAX)] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

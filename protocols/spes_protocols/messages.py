@@ -11,9 +11,25 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Generic, TypeVar
 
 from spes_protocols.codec import Matches, OneOf, Range, Size, digest, sha256
-from spes_protocols.types import GROUPS_MAX, PEERS_MAX, Count, Digest, DigestOrNil, Envelope, PeerId, Small
+from spes_protocols.types import (
+    ENVELOPE_BYTES_MAX,
+    GROUPS_MAX,
+    PEERS_MAX,
+    Count,
+    Digest,
+    DigestOrNil,
+    Envelope,
+    PeerId,
+    Small,
+)
 
 R = TypeVar("R")
+
+ORDERS_MAX = 64
+"""Organizer records in one set."""
+
+ADDRESSES_MAX = 16
+"""Addresses in a presence."""
 
 SHARED = "shared"
 """Name of the section with the parameters that every peer trains."""
@@ -56,7 +72,7 @@ class Sealed:
     """The outer form of every signed record (SPEC 2.1)."""
 
     kind: Annotated[str, Size(1, 32)]
-    payload: Annotated[bytes, Size(1, 2 * 1024 * 1024)]
+    payload: Annotated[bytes, Size(1, ENVELOPE_BYTES_MAX)]
     signer: PeerId
     signature: Annotated[bytes, Size(64, 64)]
 
@@ -173,7 +189,7 @@ class ProposedSet:
     refusals: Annotated[tuple[Refusal, ...], Size(0, PEERS_MAX)] = ()
     claims: Annotated[tuple[Envelope, ...], Size(0, PEERS_MAX)] = ()
     releases: Annotated[tuple[Envelope, ...], Size(0, PEERS_MAX)] = ()
-    orders: Annotated[tuple[Envelope, ...], Size(0, 64)] = ()
+    orders: Annotated[tuple[Envelope, ...], Size(0, ORDERS_MAX)] = ()
 
 
 @dataclass(frozen=True)
@@ -328,7 +344,7 @@ class Presence:
 
     KIND: ClassVar[str] = "presence"
     run_id: DigestOrNil
-    addresses: Annotated[tuple[Annotated[str, Size(1, 300)], ...], Size(0, 16)]
+    addresses: Annotated[tuple[Annotated[str, Size(1, 300)], ...], Size(0, ADDRESSES_MAX)]
     role: Annotated[str, OneOf(("volunteer", "bootstrap", "archive"))]
     round: Count
     head: DigestOrNil

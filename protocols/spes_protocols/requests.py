@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from spes_protocols.codec import OneOf, Size
-from spes_protocols.types import Count, Envelope, Small
+from spes_protocols.types import PEERS_MAX, Count, Envelope, Small
 
 HELLO = "spes/1/hello"
 MANIFEST = "spes/1/manifest"
@@ -21,8 +21,17 @@ INDEX = "spes/1/index"
 LEAVES = "spes/1/leaves"
 CLAIMS = "spes/1/claims"
 
+PRESENCES_MAX = 64
+"""Presences in one reply to HELLO."""
+
+CHAIN_ENTRIES_MAX = 256
+"""Records in one reply to CHAIN."""
+
 CHAIN_BYTES_MAX = 2 * 1024 * 1024
 """A reply to CHAIN ends before it grows beyond this; the first record of it is always whole."""
+
+SNAPSHOTS_MAX = 1024
+"""Rounds in one reply to SNAPSHOTS."""
 
 LEAVES_MAX = 32
 """Leaves in one LEAVES request."""
@@ -32,14 +41,14 @@ LEAVES_MAX = 32
 class HelloReply:
     """Presences known to the peer, its own first: how addresses spread without the DHT."""
 
-    presences: Annotated[tuple[Envelope, ...], Size(1, 64)]
+    presences: Annotated[tuple[Envelope, ...], Size(1, PRESENCES_MAX)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimsReply:
     """Claims the peer has seen that no commit carries yet."""
 
-    claims: Annotated[tuple[Envelope, ...], Size(0, 4096)]
+    claims: Annotated[tuple[Envelope, ...], Size(0, PEERS_MAX)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +70,7 @@ class ChainEntry:
 class ChainReply:
     """Consecutive records; `length` is how many the peer has in all."""
 
-    entries: Annotated[tuple[ChainEntry, ...], Size(0, 256)]
+    entries: Annotated[tuple[ChainEntry, ...], Size(0, CHAIN_ENTRIES_MAX)]
     length: Count
 
 
@@ -69,7 +78,7 @@ class ChainReply:
 class SnapshotsReply:
     """Rounds whose global state the peer can serve, ascending."""
 
-    rounds: Annotated[tuple[Count, ...], Size(0, 1024)]
+    rounds: Annotated[tuple[Count, ...], Size(0, SNAPSHOTS_MAX)]
 
 
 @dataclass(frozen=True, kw_only=True)

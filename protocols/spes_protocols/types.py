@@ -21,8 +21,14 @@ Count = Annotated[int, Range(0, 2**53)]
 Small = Annotated[int, Range(0, 2**20)]
 """A small non-negative integer: a view, a round's steps, a group's index."""
 
-Envelope = Annotated[bytes, Size(1, 2 * 1024 * 1024)]
+ENVELOPE_BYTES_MAX = 2 * 1024 * 1024
+"""No envelope is larger, alone or inside another record (SPEC 2.1)."""
+
+Envelope = Annotated[bytes, Size(1, ENVELOPE_BYTES_MAX)]
 """The bytes of a signed record, opened with `spes_p2p.crypto.envelope`."""
 
 PEERS_MAX = 4096
 GROUPS_MAX = 1024
+
+LEAF_BYTES = 4 * 1024 * 1024
+"""A tensor is hashed and sent in pieces of this size (SPEC 8.2)."""

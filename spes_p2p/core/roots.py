@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from spes_protocols.codec import pack, sha256
 from spes_protocols.messages import SnapshotIndex
 
-LEAF_BYTES = 4 * 1024 * 1024
-
 
 def leaf_digest(data: bytes | memoryview) -> bytes:
     """Digest of one piece of a tensor's bytes (at most `LEAF_BYTES`, little-endian fp32)."""

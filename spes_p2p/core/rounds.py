@@ -37,6 +37,7 @@ from spes_p2p.core.ledger import (
 from spes_protocols.errors import RemoteError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import (
+    ORDERS_MAX,
     Ban,
     Claim,
     CommitBody,
@@ -58,8 +59,6 @@ POOL_MAX = 1024
 
 REFUSALS_MAX = 256
 """Refused contributions in one set, and invalid headers of standbys that are kept for it."""
-
-_ORDERS_MAX = 64
 
 
 @dataclass(frozen=True)
@@ -412,7 +411,7 @@ class Participant:
         if not self._electorate.is_quorum(self._electorate.weight([*good, *(h.signer for _, h in refused)])):
             return None
         pool = [m for m in self.pooled() if self._pool_problem(m) is None]
-        orders = [order for order in _of(pool, Ban, End)[:_ORDERS_MAX] if room.takes(order)]
+        orders = [order for order in _of(pool, Ban, End)[:ORDERS_MAX] if room.takes(order)]
         releases = [release for release in _of(pool, Release) if room.takes(release)]
         claims = [claim for claim in self._chosen_claims(_of(pool, Claim)) if room.takes(claim)]
         headers = tuple(good[peer] for peer in sorted(good))

@@ -32,11 +32,9 @@ from spes_protocols.messages import (
     Start,
     VerifiedSet,
 )
+from spes_protocols.types import ENVELOPE_BYTES_MAX
 
 R = TypeVar("R")
-
-ENVELOPE_BYTES_MAX = 2 * 1024 * 1024
-"""No envelope is larger, alone or inside another record (SPEC 2.1)."""
 
 KINDS: dict[str, type[Any]] = {
     record.KIND: record

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from spes_p2p.core.roots import LEAF_BYTES, leaf_digest, state_root
+from spes_p2p.core.roots import leaf_digest, state_root
 from spes_p2p.core.tensors import TensorSpec, tensor_specs
 from spes_p2p.delta.numeric import FloatArray, pieces
 from spes_protocols.manifest import Model
 from spes_protocols.messages import SnapshotIndex, TensorIndex
+from spes_protocols.types import LEAF_BYTES
 
 _FIELDS_MEAN = 131_070
 _FIELDS_STD = 37_837.0

@@ -36,6 +36,7 @@ from spes_p2p.net.frames import (
 )
 from spes_p2p.net.transport import Handler, StreamHandler
 from spes_protocols.errors import NetworkError, RemoteError, UserError
+from spes_protocols.messages import ADDRESSES_MAX
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,6 @@ _LINGER_SECONDS = 10.0
 _CONNECT_SECONDS = 10.0
 _RETRY_SECONDS = 1.0
 _KNOWN_PEERS_MAX = 8192
-_ADDRESSES_PER_PEER_MAX = 16
 _RECONNECTS_AT_ONCE = 16
 
 _BACKOFF = "it could not be reached a moment ago; it is tried again in a few seconds"
@@ -151,7 +151,7 @@ class LibP2P:
         Addresses that are no valid ones or name another peer are left out: they came from a peer.
         """
         usable: list[str] = []
-        for text in addresses[:_ADDRESSES_PER_PEER_MAX]:
+        for text in addresses[:ADDRESSES_MAX]:
             with contextlib.suppress(UserError):
                 address, owner, _ = parse_address(text)
                 if owner == peer:

@@ -18,7 +18,7 @@ from spes_p2p.net.transport import Transport
 from spes_protocols.codec import decode, encode
 from spes_protocols.errors import NetworkError, RemoteError
 from spes_protocols.messages import Presence, Signed
-from spes_protocols.requests import HELLO, HelloReply
+from spes_protocols.requests import HELLO, PRESENCES_MAX, HelloReply
 
 HELLO_SECONDS = 15.0
 LIFETIME_SECONDS = 300
@@ -103,7 +103,7 @@ class Contacts:
         if presence.record.addresses:  # not a visitor, such as `spes run end`, which is gone in a moment
             self.heard_from(sender)
         others = [self._known[peer].raw for peer in self.fresh() if peer != sender and peer in self._known]
-        return encode(HelloReply(presences=((await self.own()).raw, *others[:63])))
+        return encode(HelloReply(presences=((await self.own()).raw, *others[: PRESENCES_MAX - 1])))
 
     async def hello(self, peer: str) -> None:
         """Say hello; the answer is noted. Raises `NetworkError` or `RemoteError`."""

@@ -39,7 +39,7 @@ from spes_p2p.store.chain import Chain, Step
 from spes_p2p.store.rundir import RunDir
 from spes_protocols import control_pb2
 from spes_protocols.errors import NetworkError, RemoteError, SpesError, UserError, printable
-from spes_protocols.messages import Ban, Claim, End, Presence, Release, Signed, Start
+from spes_protocols.messages import ADDRESSES_MAX, Ban, Claim, End, Presence, Release, Signed, Start
 
 CLAIM_SECONDS = 5.0
 CLAIM_LIFETIME_SECONDS = 120
@@ -55,6 +55,9 @@ PROGRESS_SECONDS = 5.0
 SAME_LINE_SECONDS = 60.0
 REASON_ROUNDS = 64
 """How many commits back the reason of an organizer's order is looked for."""
+
+KEEP_SECONDS = 1.0
+"""Pause before work that failed is begun again."""
 
 ERRORS_KEPT = 20
 
@@ -141,11 +144,11 @@ class Peer:
             waiting = "" if self.chain.head.epoch else ", when the run has started"
             self._say(f"up to date; round {self.chain.head.round} is next{waiting}")
             self.shell.restore()
-            self._spawn(self.shell.run_timer())
-            self._spawn(self.contacts.run())
-            self._spawn(self._catch_up_when_behind())
-            self._spawn(self._look_after())
-            self._spawn(self._read_claims())
+            for work in (
+                self.shell.run_timer, self.contacts.run, self._catch_up_when_behind, self._look_after,
+                self._read_claims,
+            ):  # fmt: skip
+                self._spawn(self._keep(work))
             if self.trainer is not None:
                 self.trainer.start(self.control.socket)
             self._check_finished()
@@ -520,7 +523,7 @@ class Peer:
         head = self.chain.head
         return Presence(
             run_id=head.run_id,
-            addresses=tuple(await self.transport.addresses())[:16],
+            addresses=tuple(await self.transport.addresses())[:ADDRESSES_MAX],
             role=self.options.role,
             round=head.round,
             head=head.id,
@@ -560,12 +563,23 @@ class Peer:
         task.add_done_callback(self._tasks.remove)
         task.add_done_callback(self._report_failure)
 
+    async def _keep(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Work that must not end while the peer lives: after a failure it is said so, and begun again."""
+        while True:
+            try:
+                await work()
+            except Exception as error:
+                self.note(_failure_line(error))
+            await asyncio.sleep(KEEP_SECONDS)
+
     def _report_failure(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or task.exception() is None:
             return
-        error = task.exception()
-        line = str(error) if isinstance(error, SpesError) else f"internal error: {type(error).__name__}: {error}"
-        self.note(line)
+        self.note(_failure_line(task.exception()))
+
+
+def _failure_line(error: BaseException | None) -> str:
+    return str(error) if isinstance(error, SpesError) else f"internal error: {type(error).__name__}: {error}"
 
 
 class _RunDirectory:

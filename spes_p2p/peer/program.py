@@ -13,7 +13,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
-from spes_p2p.crypto.envelope import ENVELOPE_BYTES_MAX, unseal_manifest
+from spes_p2p.crypto.envelope import unseal_manifest
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.addresses import parse_address
 from spes_p2p.net.libp2p import LibP2P
@@ -26,6 +26,7 @@ from spes_p2p.store.rundir import RunDir
 from spes_protocols.errors import NetworkError, RemoteError, UserError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Signed
+from spes_protocols.types import ENVELOPE_BYTES_MAX
 
 RECONNECT_SECONDS = 15.0
 LOG_BYTES_MAX = 8 * 1024 * 1024

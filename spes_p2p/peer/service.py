@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-from spes_p2p.core.roots import LEAF_BYTES
 from spes_p2p.net.blobs import serve_blobs
 from spes_p2p.net.transport import Transport
 from spes_p2p.store.blobs import BlobStore
@@ -19,6 +18,7 @@ from spes_protocols.errors import RemoteError
 from spes_protocols.requests import (
     CHAIN,
     CHAIN_BYTES_MAX,
+    CHAIN_ENTRIES_MAX,
     CLAIMS,
     HELLO,
     INDEX,
@@ -26,6 +26,7 @@ from spes_protocols.requests import (
     MANIFEST,
     PUSH,
     SNAPSHOTS,
+    SNAPSHOTS_MAX,
     ChainEntry,
     ChainReply,
     ChainRequest,
@@ -34,10 +35,7 @@ from spes_protocols.requests import (
     LeavesRequest,
     SnapshotsReply,
 )
-from spes_protocols.types import PEERS_MAX
-
-ENTRIES_MAX = 256
-"""Records in one reply to CHAIN (SPEC 3.3)."""
+from spes_protocols.types import LEAF_BYTES, PEERS_MAX
 
 _ROWS = 8
 _STREAM_BYTES = 1024 * 1024
@@ -90,7 +88,7 @@ class Service:
         entries: list[ChainEntry] = []
         size = 0
         # A few at a time: records may be large, and most of 256 would be read in vain.
-        while len(entries) < ENTRIES_MAX and (rows := self._chain.db.chain(wanted.first + len(entries), _ROWS)):
+        while len(entries) < CHAIN_ENTRIES_MAX and (rows := self._chain.db.chain(wanted.first + len(entries), _ROWS)):
             for kind, data in rows:
                 size += len(data)
                 if entries and size > CHAIN_BYTES_MAX:
@@ -109,7 +107,7 @@ class Service:
             raise RemoteError("round", f"there is no snapshot of round {round_number} here")
 
     async def _snapshots(self, sender: str, request: bytes) -> bytes:
-        return encode(SnapshotsReply(rounds=tuple(self._served_rounds()[-1024:])))
+        return encode(SnapshotsReply(rounds=tuple(self._served_rounds()[-SNAPSHOTS_MAX:])))
 
     async def _index(self, sender: str, request: bytes) -> bytes:
         wanted = decode(IndexRequest, request, peer=sender)

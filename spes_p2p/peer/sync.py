@@ -35,6 +35,7 @@ from spes_protocols.requests import (
     LEAVES,
     LEAVES_MAX,
     SNAPSHOTS,
+    SNAPSHOTS_MAX,
     ChainReply,
     ChainRequest,
     IndexRequest,
@@ -255,7 +256,7 @@ class Syncer:
             )
 
     async def _snapshot(self, target: int) -> None:
-        rounds = {r for r in range(max(0, target - 1024), target + 1) if self._chain.root_at(r) is not None}
+        rounds = {r for r in range(max(0, target - SNAPSHOTS_MAX), target + 1) if self._chain.root_at(r) is not None}
         await self._fetch_snapshot(rounds)
         await self._replay_forward(target)
 

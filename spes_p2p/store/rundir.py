@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spes_p2p.core.tensors import tensor_specs
-from spes_p2p.crypto.envelope import ENVELOPE_BYTES_MAX, unseal_manifest
+from spes_p2p.crypto.envelope import unseal_manifest
 from spes_p2p.store.blobs import BlobStore
 from spes_p2p.store.files import atomic_write, disk_errors, make_directory, remove_unfinished
 from spes_p2p.store.ledger_db import LedgerDB
@@ -23,6 +23,7 @@ from spes_protocols.codec import digest
 from spes_protocols.errors import IntegrityError, RemoteError, UserError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Signed
+from spes_protocols.types import ENVELOPE_BYTES_MAX
 
 _MANIFEST = "manifest"
 _DIRECTORIES = ("blobs", "snapshots", "optim", "out", "cache")

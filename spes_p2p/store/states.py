@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from spes_p2p.core.roots import LEAF_BYTES, leaf_digest, state_root
+from spes_p2p.core.roots import leaf_digest, state_root
 from spes_p2p.store.files import (
     NewFile,
     atomic_write,
@@ -31,6 +31,7 @@ from spes_p2p.store.files import (
 from spes_protocols.codec import RECORD_BYTES_MAX, decode, encode
 from spes_protocols.errors import IntegrityError, RemoteError, UserError
 from spes_protocols.messages import SnapshotIndex, TensorIndex
+from spes_protocols.types import LEAF_BYTES
 
 Specs = Sequence[tuple[str, tuple[int, ...]]]
 """Name and shape of every tensor, in ascending order of name."""

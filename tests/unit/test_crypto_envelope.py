@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.crypto.envelope import ENVELOPE_BYTES_MAX, seal, unseal, unseal_manifest, unseal_votes, verify_set
+from spes_p2p.crypto.envelope import seal, unseal, unseal_manifest, unseal_votes, verify_set
 from spes_p2p.crypto.keys import Identity
 from spes_protocols.codec import decode, encode
 from spes_protocols.errors import RemoteError, SchemaError
@@ -23,6 +23,7 @@ from spes_protocols.messages import (
     Sealed,
     Section,
 )
+from spes_protocols.types import ENVELOPE_BYTES_MAX
 from tests.vectors.generate import MANIFEST
 
 PEERS = sorted((Identity.from_seed(bytes([number]) * 32) for number in range(1, 5)), key=lambda i: i.peer_id)

@@ -12,10 +12,11 @@ from spes_p2p.core.agreement import Say
 from spes_p2p.core.ladder import Verdict
 from spes_p2p.core.ledger import SET_BYTES_MAX, check_set_place
 from spes_p2p.core.rounds import Fetch, Opened, Participant
-from spes_p2p.crypto.envelope import ENVELOPE_BYTES_MAX, seal, unseal_votes, verify_set
+from spes_p2p.crypto.envelope import seal, unseal_votes, verify_set
 from spes_p2p.crypto.keys import Identity
 from spes_protocols.errors import RemoteError
 from spes_protocols.messages import Claim, Header, Prevote, Proposal, ProposedSet, Signed
+from spes_protocols.types import ENVELOPE_BYTES_MAX
 from tests.unit.log_support import ADA, BOB, EVE, RunLog, by_signer
 
 SYBILS = [Identity.from_seed(bytes([200, number]) * 16) for number in range(40)]

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from spes_p2p.core.roots import LEAF_BYTES, state_root
+from spes_p2p.core.roots import state_root
 from spes_p2p.store.states import StateStore, map_state
 from spes_protocols.codec import encode
 from spes_protocols.errors import IntegrityError, RemoteError, UserError
 from spes_protocols.messages import SnapshotIndex, TensorIndex
+from spes_protocols.types import LEAF_BYTES
 from tests.unit.store_support import run, small_disk
 from tests.vectors import generate
 

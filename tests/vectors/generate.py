@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spes_p2p.core.assignment import BLOCK, Mixture, member_sequences, mix64, permute
-from spes_p2p.core.roots import LEAF_BYTES, leaf_digest, merkle_root, state_root
+from spes_p2p.core.roots import leaf_digest, merkle_root, state_root
 from spes_p2p.crypto.envelope import seal, signed_bytes
 from spes_p2p.crypto.keys import Identity
 from spes_protocols.codec import decode, digest, encode, pack, sha256, to_plain
@@ -52,6 +52,7 @@ from spes_protocols.messages import (
     Start,
     TensorIndex,
 )
+from spes_protocols.types import LEAF_BYTES
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "protocols" / "vectors"
 

@@ -8,7 +8,7 @@ import pytest
 from spes_p2p.core.assignment import Mixture, member_sequences, mix64, permute
 from spes_p2p.core.head import genesis
 from spes_p2p.core.ledger import opened, verify_commit
-from spes_p2p.core.roots import LEAF_BYTES, leaf_digest, merkle_root, state_root
+from spes_p2p.core.roots import leaf_digest, merkle_root, state_root
 from spes_p2p.crypto.envelope import KINDS, unseal, unseal_manifest, unseal_votes, verify_set
 from spes_p2p.crypto.keys import Identity, public_key_of
 from spes_protocols import messages
@@ -16,6 +16,7 @@ from spes_protocols.codec import decode, digest, encode, sha256
 from spes_protocols.errors import RemoteError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Commit, Precommit, SnapshotIndex
+from spes_protocols.types import LEAF_BYTES
 from tests.vectors import generate
 
 FILES = ("identities.json", "envelopes.json", "commit.json", "snapshot.json", "assignment.json", "malformed.json")
