@@ -139,7 +139,7 @@ async def _connect(transport: LibP2P, options: PeerOptions, *, may_fail: bool, s
     except NetworkError as error:
         if not may_fail:
             raise
-        say(f"{error}; going on alone, others may find this peer")
+        say(f"{error}; going on with the peers known from earlier")
         return []
 
 
