@@ -25,6 +25,9 @@ from spes_protocols.types import (
 
 R = TypeVar("R")
 
+MICRO = 1_000_000
+"""A header's loss is in millionths of a nat per token."""
+
 ORDERS_MAX = 64
 """Organizer records in one set."""
 

@@ -13,10 +13,7 @@ from spes_p2p.store.chain import Chain
 from spes_p2p.store.rundir import RunDir
 from spes_protocols import control_pb2
 from spes_protocols.codec import decode
-from spes_protocols.messages import Commit, Header, Section
-
-MICRO = 1_000_000
-"""A header's loss is in millionths of a nat."""
+from spes_protocols.messages import MICRO, Commit, Header, Section
 
 LOSS_MAX = 1e6
 """Nats that stand for any loss as high, for one that overflowed and for one that is no number."""

@@ -7,24 +7,18 @@ from typing import TYPE_CHECKING
 from spes_p2p.store.chain import Step
 from spes_protocols import control_pb2
 from spes_protocols.errors import NetworkError
-from spes_protocols.messages import VerifiedSet
+from spes_protocols.messages import MICRO
 
 if TYPE_CHECKING:
     from spes_p2p.peer.peer import Peer
-
-_MICRO = 1_000_000
 
 
 def mean_loss(step: Step) -> float:
     """Token-weighted mean training loss of a commit's contributions, nats per token; 0 if there were none."""
     assert step.value is not None
-    return mean_loss_of(step.value)
-
-
-def mean_loss_of(value: VerifiedSet) -> float:
-    """The same for a set."""
-    tokens = sum(h.record.tokens for h in value.headers)
-    return sum(h.record.loss * h.record.tokens for h in value.headers) / _MICRO / tokens if tokens else 0.0
+    headers = [header.record for header in step.value.headers]
+    tokens = sum(h.tokens for h in headers)
+    return sum(h.loss * h.tokens for h in headers) / MICRO / tokens if tokens else 0.0
 
 
 def round_line(step: Step, me: str, loss: float) -> str:

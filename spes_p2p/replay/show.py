@@ -12,9 +12,7 @@ from spes_p2p.store.blobs import BlobStore
 from spes_p2p.store.chain import Step
 from spes_p2p.store.rundir import RunDir
 from spes_protocols.manifest import Manifest
-from spes_protocols.messages import Header, Reset, Section, Signed
-
-_MICRO = 1_000_000
+from spes_protocols.messages import MICRO, Header, Reset, Section, Signed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +152,7 @@ def _given(manifest: Manifest, blobs: BlobStore, refused: str, header: Signed[He
         refused=refused,
         tokens=record.tokens,
         steps=record.steps,
-        loss=record.loss / _MICRO,
+        loss=record.loss / MICRO,
         bytes=sum(part.bytes for part in parts),
         parts=parts,
     )
