@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 
 from spes_protocols.codec import Matches, OneOf, Range, Size
 from spes_protocols.errors import SchemaError
-from spes_protocols.messages import CodecName
+from spes_protocols.messages import SHARED, CodecName
 from spes_protocols.types import GROUPS_MAX, LEAF_BYTES, PEERS_MAX, Count, DigestOrNil, PeerId
 
 Positive = Annotated[int, Range(1, 2**40)]
@@ -163,6 +163,10 @@ class Codecs:
 
     shared: CodecName = "int4"
     group: CodecName = "int8"
+
+    def of(self, section: str) -> str:
+        """The codec of a section by name."""
+        return self.shared if section == SHARED else self.group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,7 @@ def check_header(manifest: Manifest, head: Head, header: Signed[Header]) -> None
     if names != expected or not expected:
         raise RemoteError("sections", f"sends {list(names)} where {list(expected)} is its part", peer)
     for section in record.sections:
-        codec = manifest.codecs.shared if section.name == SHARED else manifest.codecs.group
+        codec = manifest.codecs.of(section.name)
         if section.codec != codec:
             raise RemoteError("sections", f"{section.name} is coded as {section.codec}, the run uses {codec}", peer)
         limit = _section_bytes_max(manifest.model, manifest.ownership.groups, section.name)

@@ -259,7 +259,7 @@ class Trainer:
         specs = section_specs(manifest.model, manifest.ownership.groups, section)
         parameters = self._model.trainable()
         residuals = self._state.residuals
-        codec = manifest.codecs.shared if section == SHARED else manifest.codecs.group
+        codec = manifest.codecs.of(section)
         deltas: dict[str, FloatArray] = {}
         for spec in specs:
             trained = parameters[spec.name].detach().cpu().numpy()

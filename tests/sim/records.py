@@ -28,7 +28,6 @@ from spes_protocols.manifest import (
     Tokenizer,
 )
 from spes_protocols.messages import (
-    SHARED,
     Ban,
     Claim,
     End,
@@ -188,7 +187,7 @@ def make_header(manifest: Manifest, head: Head, peer: str, *, variant: int = 0, 
     sections = tuple(
         Section(
             name=name,
-            codec=manifest.codecs.shared if name == SHARED else manifest.codecs.group,
+            codec=manifest.codecs.of(name),
             blob=sha256(f"{peer} {head.round} {name} {variant}".encode() + head.id),
             size=1000,
         )

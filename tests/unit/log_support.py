@@ -172,7 +172,7 @@ class RunLog:
         """A section of random deltas, its blob stored; one that is not finite has a NaN among its scales."""
         self._seed += 1
         specs = section_specs(MODEL, self.manifest.ownership.groups, name)
-        codec = self.manifest.codecs.shared if name == SHARED else self.manifest.codecs.group
+        codec = self.manifest.codecs.of(name)
         path = self.folder / "section"
         write_section(specs, random_arrays(specs, self._seed, scale), codec, path)
         data = bytearray(path.read_bytes())
