@@ -70,7 +70,6 @@ class DaemonOptions:
     announce: tuple[str, ...] = ()
     relay: bool = False
     relays: tuple[str, ...] = ()
-    nat_port_map: bool = False
     log_path: Path | None = None
 
     def __post_init__(self) -> None:
@@ -234,7 +233,7 @@ class Daemon:
             "-connManager=1",
             "-relay=1",
             "-autonat=1",
-            f"-natPortMap={int(options.nat_port_map)}",
+            "-natPortMap=0",
             f"-relayService={int(options.relay)}",
             f"-hostAddrs={','.join(options.listen)}" if options.listen else "-noListenAddrs=1",
         ]

@@ -165,17 +165,6 @@ class Directory:
         if not kept and record not in await self.lookup(key):
             raise NetworkError(f"no node took the record for {key}")
 
-    async def keep_published(self, key: str, make_record: Callable[[], bytes], lifetime_seconds: float) -> None:
-        """Publish what `make_record` returns, for ever: every third of its lifetime, sooner after a failure."""
-        while True:
-            pause = lifetime_seconds / 3
-            try:
-                await self.publish(key, make_record(), lifetime_seconds)
-            except NetworkError as error:
-                log.warning("%s", error)
-                pause = min(pause, 10.0)
-            await asyncio.sleep(pause)
-
     async def lookup(self, key: str) -> list[bytes]:
         """The live records under a key, in ascending order of the publishers' peer ids. Raises `NetworkError`."""
         return list((await self.lookup_by_peer(key)).values())

@@ -15,7 +15,7 @@ from typing import Annotated
 
 from spes_p2p.net.transport import PAYLOAD_BYTES_MAX
 from spes_protocols.codec import Matches, Size, decode, encode
-from spes_protocols.errors import NetworkError, RemoteError
+from spes_protocols.errors import DETAIL_CHARACTERS_MAX, NetworkError, RemoteError, printable
 
 PROTOCOL = "/spes/1"
 
@@ -46,7 +46,7 @@ class Failure:
     """Data of an ERROR frame. `check` names what the answering side refused; empty: it could not answer."""
 
     check: Annotated[str, Matches(r"[a-z_]{0,32}", "the name of a check")] = ""
-    detail: Annotated[str, Size(0, 500)] = ""
+    detail: Annotated[str, Size(0, DETAIL_CHARACTERS_MAX)] = ""
 
 
 def check_method(method: str) -> None:
@@ -87,16 +87,15 @@ def split_call(data: bytes, peer: str) -> tuple[str, bytes]:
 
 def failure_data(check: str, detail: str) -> bytes:
     """Data of an ERROR frame."""
-    return encode(Failure(check=check, detail=detail[:500]))
+    return encode(Failure(check=check, detail=detail[:DETAIL_CHARACTERS_MAX]))
 
 
 def raise_failure(data: bytes, peer: str, method: str) -> None:
     """Raise at the caller what an ERROR frame says: `RemoteError`, or `NetworkError` where no check is named."""
     failure = decode(Failure, data, bytes_max=_FAILURE_BYTES_MAX, peer=peer)
-    detail = "".join(letter if letter.isprintable() else "?" for letter in failure.detail)
     if failure.check:
-        raise RemoteError(failure.check, detail, peer)
-    raise NetworkError(f"{peer} could not answer {method}: {detail}")
+        raise RemoteError(failure.check, failure.detail, peer)
+    raise NetworkError(f"{peer} could not answer {method}: {printable(failure.detail, DETAIL_CHARACTERS_MAX)}")
 
 
 async def read_frame(reader: asyncio.StreamReader, allowed: tuple[Kind, ...], peer: str) -> tuple[Kind, bytes]:

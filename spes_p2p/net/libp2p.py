@@ -94,7 +94,6 @@ class LibP2P:
         announce: Sequence[str] = (),
         relay: bool = False,
         relays: Sequence[str] = (),
-        nat_port_map: bool = False,
         log_path: Path | None = None,
         connect_seconds: float = 20.0,
     ) -> LibP2P:
@@ -112,7 +111,6 @@ class LibP2P:
             announce=tuple(announce),
             relay=relay,
             relays=tuple(parse_address(address)[0] for address in relays),
-            nat_port_map=nat_port_map,
             log_path=log_path,
         )
         self = cls(options, peer_id)

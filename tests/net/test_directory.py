@@ -218,25 +218,6 @@ async def test_the_directory_outlives_its_daemon(net: Net) -> None:
     await until(works_again, 25)
 
 
-@standing_test
-async def test_a_record_is_published_again_and_again(*nodes: Node) -> None:
-    first, second, *_ = nodes
-    name = run_key(RUN, "kept")
-    made: list[bytes] = []
-
-    def make() -> bytes:
-        made.append(b"number %d" % len(made))
-        return made[-1]
-
-    publishing = asyncio.create_task(first.dht.keep_published(name, make, 0.9))
-
-    async def a_later_one_found() -> bool:
-        return any(int(record.removeprefix(b"number ")) >= 2 for record in await second.dht.lookup(name))
-
-    await until(a_later_one_found)
-    publishing.cancel()
-
-
 @net_test
 async def test_joining_through_a_peer_without_a_directory_says_so(net: Net) -> None:
     first = await net.node()
