@@ -141,7 +141,7 @@ class Peer:
                 return
             self._remember_losses()
             self.ready = True
-            waiting = "" if self.chain.head.epoch else ", when the run has started"
+            waiting = "" if self.chain.head.electorate.owners else ", when the organizer has started the run"
             self._say(f"up to date; round {self.chain.head.round} is next{waiting}")
             self.shell.restore()
             for work in (
@@ -415,7 +415,7 @@ class Peer:
             if not self._asked:
                 self._asked = True
                 groups = f"{wants} expert group{'s' if wants > 1 else ''}" if wants else "a place as a standby"
-                self._say(f"asked for {groups}; {'the next commit' if head.epoch else 'the start'} decides")
+                self._say(f"asked for {groups}; {'the next commit' if head.electorate.owners else 'the start of the run'} decides")
 
     async def _advertise_claim(self, raw: bytes) -> None:
         """In the DHT too, for those whom a push does not reach."""
