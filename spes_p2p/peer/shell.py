@@ -17,7 +17,6 @@ from typing import Any
 
 from spes_p2p.core import agreement, rounds
 from spes_p2p.core.agreement import Apply, Resend, Say
-from spes_p2p.core.head import Head
 from spes_p2p.core.rounds import Behind, Committed, Cut, Fetch, Help, Opened, Participant, Refused
 from spes_p2p.crypto.envelope import seal, unseal, unseal_votes, verify_set
 from spes_p2p.crypto.keys import Identity
@@ -27,7 +26,7 @@ from spes_p2p.peer.phases import PhaseClock
 from spes_p2p.peer.retention import named_blobs
 from spes_p2p.peer.sync import Syncer
 from spes_p2p.peer.worker import Worker
-from spes_p2p.store.chain import Chain, Step, commit_bytes
+from spes_p2p.store.chain import Chain, Step
 from spes_protocols.codec import decode, digest, encode
 from spes_protocols.errors import NetworkError, RemoteError, SpesError, UserError
 from spes_protocols.messages import (
@@ -52,8 +51,6 @@ RETRY_SECONDS = 5.0
 
 PUSHED = (Header, Claim, Release, Ban, End, Proposal, Prevote, Precommit, Start, Reset)
 
-Clock = Callable[[], float]
-
 
 class Shell:
     """Runs one participant. `computes` is False for a bootstrap that follows the ledger without blobs or states."""
@@ -73,7 +70,6 @@ class Shell:
         on_help: Callable[[str], None],
         on_cut: Callable[[int], None],
         log: Callable[[str], None],
-        clock: Clock = time.monotonic,
     ) -> None:
         self.participant = Participant(chain.manifest, identity.peer_id, chain.head)
         self.advancing = asyncio.Lock()
@@ -89,13 +85,12 @@ class Shell:
         self._on_help = on_help
         self._on_cut = on_cut
         self._log = log
-        self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._round_tasks: set[asyncio.Task[None]] = set()
         self._refusals_logged: set[tuple[str, str]] = set()
         self._provisional: set[bytes] = set()
         self._timer_changed = asyncio.Event()
-        self.phases = PhaseClock(clock)
+        self.phases = PhaseClock()
 
     # ---- in: messages and time ---------------------------------------------------------------------------------
 
@@ -108,7 +103,7 @@ class Shell:
         sets = [verify_set(decode(ProposedSet, data)) for data in db.sets(head.epoch, head.round)]
         raw = db.own_header(head.epoch, head.round)
         header = None if raw is None else unseal(raw, Header)
-        self._run(self.participant.restore(mine, sets, header, self._clock()))
+        self._run(self.participant.restore(mine, sets, header, time.monotonic()))
 
     async def on_push(self, sender: str, raw: bytes) -> bytes:
         """A record pushed by another peer. Raises `RemoteError` at it when a check fails."""
@@ -126,7 +121,7 @@ class Shell:
         with contextlib.suppress(RemoteError):
             claim = unseal(raw, Claim)
             if claim.signer != self._identity.peer_id:
-                outputs = self.participant.on_message(claim, self._clock())
+                outputs = self.participant.on_message(claim, time.monotonic())
                 self._run([output for output in outputs if not isinstance(output, Refused)])
 
     def say(self, record: Header | Claim | Release) -> Signed[Any]:
@@ -137,26 +132,26 @@ class Shell:
             raw = self._chain.db.put_own_header(record.epoch, record.round, signed.raw)
             signed = signed if raw == signed.raw else unseal(raw, Header)
         self._outbox.send(self._everyone(), signed.raw)
-        self._run(self.participant.on_message(signed, self._clock()))
+        self._run(self.participant.on_message(signed, time.monotonic()))
         return signed
 
     async def run_timer(self) -> None:
         """Call `on_tick` when the participant asks for it, for ever."""
         while True:
             deadline = self.participant.next_deadline
-            wait = None if deadline is None else max(0.0, deadline - self._clock())
+            wait = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
                 async with asyncio.timeout(wait):
                     await self._timer_changed.wait()
             except TimeoutError:
-                self._run(self.participant.on_tick(self._clock()))
+                self._run(self.participant.on_tick(time.monotonic()))
             self._timer_changed.clear()
 
     async def moved(self, step: Step | None) -> None:
         """The chain's head has moved (under `advancing`): the participant begins the next round."""
         self._end_round()
         self._drop_uncounted()
-        self._run(self.participant.on_head(self._chain.head, self._clock()))
+        self._run(self.participant.on_head(self._chain.head, time.monotonic()))
         await self._on_head(step)
 
     async def close(self) -> None:
@@ -171,7 +166,7 @@ class Shell:
         if isinstance(message.record, Proposal) and self.participant.expects(message):
             value = verify_set(message.record.value, peer=message.signer)
             opened = Opened(value, unseal_votes(message.record.polc, Prevote, peer=message.signer))
-        return self.participant.on_message(message, self._clock(), opened=opened)
+        return self.participant.on_message(message, time.monotonic(), opened=opened)
 
     async def _on_opening(self, message: Signed[Start] | Signed[Reset]) -> None:
         async with self.advancing:
@@ -259,7 +254,7 @@ class Shell:
         if isinstance(signed.record, Proposal):
             value = verify_set(signed.record.value)
         self._outbox.send(self._everyone(), signed.raw)
-        return self.participant.on_said(signed, self._clock(), value)
+        return self.participant.on_said(signed, time.monotonic(), value)
 
     async def _fetch(self, header: Signed[Header]) -> None:
         """Get and check a contribution's blobs, as often as it takes while the round is open."""
@@ -278,7 +273,7 @@ class Shell:
                 self._log(f"blobs of {header.signer}: {error}")
                 await asyncio.sleep(RETRY_SECONDS)
             else:
-                self._run(self.participant.on_checked(header.id, verdict, self._clock()))
+                self._run(self.participant.on_checked(header.id, verdict, time.monotonic()))
                 return
 
     async def _apply(self, value: VerifiedSet) -> None:
@@ -293,7 +288,7 @@ class Shell:
                 self._log(str(error))
                 await asyncio.sleep(RETRY_SECONDS)
             else:
-                self._run(self.participant.on_applied(value.id, root, self._clock()))
+                self._run(self.participant.on_applied(value.id, root, time.monotonic()))
                 return
 
     async def _commit(self, output: Committed) -> None:
@@ -306,7 +301,7 @@ class Shell:
                 async with self.advancing:
                     if self._chain.head.id != output.body.parent:
                         return  # catching up was faster
-                    step = self._chain.check("commit", commit_bytes(commit))
+                    step = self._chain.check("commit", encode(commit))
                     agrees = not self._computes or await self._have_state(step)
                     self._chain.append(step)
                     if not agrees:
@@ -325,7 +320,7 @@ class Shell:
         await self._worker.idle()  # it may be applying this very set, or an earlier one over the same file
         if self._syncer.has_state(step.after.round, step.after.state_root):
             return True
-        head: Head = step.before
+        head = step.before
         sections = [(h.signer, s) for h in step.value.headers for s in h.record.sections]
         await self._syncer.blobs(sections, time.monotonic() + self.participant.manifest.rounds.blob_seconds)
         with self.phases.during("apply"):

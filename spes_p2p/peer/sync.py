@@ -346,7 +346,8 @@ class Syncer:
     async def _batch(
         self, receiver: Receiver, index: SnapshotIndex, peer: str, batch: Sequence[tuple[int, int]]
     ) -> None:
-        wanted = [(tensor, leaf) for tensor, leaf in batch if (tensor, leaf) in set(receiver.missing())]
+        missing = set(receiver.missing())
+        wanted = [leaf for leaf in batch if leaf in missing]
         if not wanted:
             return
         sizes = [self._states.layout.tensors[tensor].leaf(leaf)[1] for tensor, leaf in wanted]

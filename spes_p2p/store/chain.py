@@ -14,7 +14,7 @@ from spes_p2p.core.head import Head, genesis
 from spes_p2p.core.ledger import opened, verify_commit
 from spes_p2p.crypto.envelope import unseal, unseal_votes, verify_set
 from spes_p2p.store.ledger_db import LedgerDB
-from spes_protocols.codec import decode, encode
+from spes_protocols.codec import decode
 from spes_protocols.errors import IntegrityError, RemoteError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Commit, Precommit, Reset, Signed, Start, VerifiedSet
@@ -130,8 +130,3 @@ class Chain(StoredLedger):
         self._heads[step.after.id] = step.after
         while len(self._heads) > HEADS_MAX:
             del self._heads[next(iter(self._heads))]
-
-
-def commit_bytes(commit: Commit) -> bytes:
-    """A commit as the chain stores and sends it."""
-    return encode(commit)

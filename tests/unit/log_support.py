@@ -25,9 +25,10 @@ from spes_p2p.crypto.keys import Identity
 from spes_p2p.delta.codecs import write_section
 from spes_p2p.delta.contributions import apply_set, contributions
 from spes_p2p.delta.genesis import genesis_root, genesis_tensors
-from spes_p2p.store.chain import Chain, Step, commit_bytes
+from spes_p2p.store.chain import Chain, Step
 from spes_p2p.store.rundir import RunDir
 from spes_protocols import manifest as m
+from spes_protocols.codec import encode
 from spes_protocols.messages import (
     SHARED,
     Ban,
@@ -230,7 +231,7 @@ class RunLog:
             )
         )
         agreed = self.apply(value) if root is None else root
-        return self._append("commit", commit_bytes(self.commit(value, agreed, voters)))
+        return self._append("commit", encode(self.commit(value, agreed, voters)))
 
     def apply(self, value: VerifiedSet) -> bytes:
         """Store the state after a set; its root."""

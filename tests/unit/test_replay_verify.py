@@ -20,7 +20,6 @@ from spes_p2p.replay.fetch import wanted_blobs
 from spes_p2p.replay.log import Log
 from spes_p2p.replay.problems import Problem
 from spes_p2p.replay.verify import Tally, Verifier
-from spes_p2p.store.chain import commit_bytes
 from spes_p2p.store.rundir import RunDir
 from spes_protocols.codec import decode, encode
 from spes_protocols.errors import IntegrityError, UserError
@@ -434,7 +433,7 @@ def test_a_refusal_that_the_header_itself_disproves(two_rounds: RunLog) -> None:
         )
     )
     commit = log.commit(value, log.apply(value))
-    log.db.append_commit(commit_bytes(commit), head.round, commit.id)
+    log.db.append_commit(encode(commit), head.round, commit.id)
     assert first(log.run) == (2, LEDGER, "refusal")
 
 
