@@ -13,8 +13,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spes_client.ui import EXIT_CODES, Parser, dir_flag, flag, home, run_program, whole_number
+
+if TYPE_CHECKING:
+    from spes_p2p.peer.options import PeerOptions
 
 
 def build_parser() -> Parser:
@@ -63,7 +67,7 @@ def _bootstrap(args: argparse.Namespace) -> int:
     if start_key is not None:
         Identity.load(start_key)  # now, not when the run could start
     options = PeerOptions(
-        home=Path(home(args)),
+        home=home(args),
         peers=tuple(args.peer or ()),
         listen=tuple(args.listen or ("/ip4/0.0.0.0/tcp/4001",)),
         announce=tuple(args.announce or ()),
@@ -77,7 +81,7 @@ def _bootstrap(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _run(options, manifest_path: Path | None) -> None:  # type: ignore[no-untyped-def]
+async def _run(options: PeerOptions, manifest_path: Path | None) -> None:
     from spes_p2p.peer.program import open_peer, paste_line, run_until_done
 
     def say(line: str) -> None:

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spes_client.ui import EXIT_CODES, Parser, dir_flag, flag, home, one_of, run_program, whole_number
@@ -107,7 +106,7 @@ def options_of(args: argparse.Namespace) -> PeerOptions:
         cache_gib=int(args.cache),
     )
     return PeerOptions(
-        home=Path(home(args)),
+        home=home(args),
         peers=tuple(args.peer or ()),
         listen=tuple(args.listen or ("/ip4/0.0.0.0/tcp/0",)),
         announce=tuple(args.announce or ()),

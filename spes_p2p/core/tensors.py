@@ -7,6 +7,7 @@ layer; everything else is the shared section.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,10 +28,7 @@ class TensorSpec:
     @property
     def size(self) -> int:
         """Number of elements."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        return math.prod(self.shape)
 
 
 @functools.lru_cache(maxsize=8)

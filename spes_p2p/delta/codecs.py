@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -221,10 +222,7 @@ def _place(fields: Iterable[tuple[str, str, tuple[int, ...]]], offset: int) -> l
     """Tensors one after another, without gaps, from byte `offset` on."""
     placed = []
     for name, dtype, shape in fields:
-        elements = 1
-        for length in shape:
-            elements *= length
-        stop = offset + elements * (_DTYPE_BYTES | _OTHER_DTYPE_BYTES)[dtype]
+        stop = offset + math.prod(shape) * (_DTYPE_BYTES | _OTHER_DTYPE_BYTES)[dtype]
         placed.append(_Part(name=name, dtype=dtype, shape=shape, start=offset, stop=stop))
         offset = stop
     return placed

@@ -10,7 +10,7 @@ import logging
 import random
 import time
 
-from spes_p2p.peer.contacts import PEERS_MAX, Contacts
+from spes_p2p.peer.contacts import CONTACTS_MAX, Contacts
 from spes_p2p.peer.sync import Syncer
 from spes_p2p.store.chain import Chain
 from spes_protocols.errors import NetworkError, RemoteError
@@ -69,7 +69,7 @@ class Ahead:
         _, pause = self._unhelpful.pop(peer, (0.0, PAUSE_SECONDS_MIN / 2))
         pause = min(2 * pause, PAUSE_SECONDS_MAX)
         self._unhelpful[peer] = (time.monotonic() + pause, pause)
-        if len(self._unhelpful) > PEERS_MAX:
+        if len(self._unhelpful) > CONTACTS_MAX:
             del self._unhelpful[next(iter(self._unhelpful))]
 
     def _is_pausing(self, peer: str) -> bool:

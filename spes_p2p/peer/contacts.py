@@ -25,7 +25,7 @@ LIFETIME_SECONDS = 300
 FRESH_SECONDS = 120.0
 """A peer unheard of for so long gets no more records until it speaks again."""
 
-PEERS_MAX = 1024
+CONTACTS_MAX = 1024
 CALL_SECONDS = 8.0
 CALLS_AT_ONCE = 64
 PAUSE_SECONDS_MAX = 300.0
@@ -88,7 +88,7 @@ class Contacts:
         """A peer has just spoken to us. Of too many, those who have been silent for longest are forgotten."""
         self._heard[peer] = time.monotonic()
         self._failures.pop(peer, None)
-        if len(self._heard) > PEERS_MAX:
+        if len(self._heard) > CONTACTS_MAX:
             del self._heard[min(self._heard, key=self._heard.__getitem__)]
 
     async def own(self) -> Signed[Presence]:
@@ -180,7 +180,7 @@ class Contacts:
         known = self._known.get(peer)
         if known is not None and known.record.expires > record.expires:
             return
-        if known is None and len(self._known) >= PEERS_MAX:
+        if known is None and len(self._known) >= CONTACTS_MAX:
             if not direct:
                 return
             self._forget_one()

@@ -45,6 +45,8 @@ CLAIM_SECONDS = 5.0
 CLAIM_LIFETIME_SECONDS = 120
 CLAIMS_READ_SECONDS = 10.0
 LEAVE_SECONDS_MAX = 600.0
+"""How long a leaver waits for the commit that lets it go."""
+
 GIVE_UP_SECONDS = 60.0
 """The same for a peer that cannot train: nothing here depends on it, but others learn of its leave."""
 
@@ -415,7 +417,8 @@ class Peer:
             if not self._asked:
                 self._asked = True
                 groups = f"{wants} expert group{'s' if wants > 1 else ''}" if wants else "a place as a standby"
-                self._say(f"asked for {groups}; {'the next commit' if head.electorate.owners else 'the start of the run'} decides")
+                decides = "the next commit" if head.electorate.owners else "the start of the run"
+                self._say(f"asked for {groups}; {decides} decides")
 
     async def _advertise_claim(self, raw: bytes) -> None:
         """In the DHT too, for those whom a push does not reach."""

@@ -97,7 +97,7 @@ def test_an_answer_to_a_hello_makes_nobody_else_fresh() -> None:
 
 
 def test_invented_peers_do_not_keep_a_real_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PEERS_MAX", 8)
+    monkeypatch.setattr(module, "CONTACTS_MAX", 8)
 
     async def test(ada: Contacts, network: dict[str, MemoryTransport]) -> None:
         await ada.on_hello(BOB.peer_id, presence(BOB).raw)
