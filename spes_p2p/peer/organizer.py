@@ -29,7 +29,17 @@ from spes_protocols.codec import decode, encode
 from spes_protocols.errors import NetworkError, RemoteError, UserError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Ban, Claim, End, Presence, Reset, Signed, Start
-from spes_protocols.requests import CHAIN, CLAIMS, HELLO, PUSH, ChainReply, ChainRequest, ClaimsReply, HelloReply
+from spes_protocols.requests import (
+    CHAIN,
+    CLAIMS,
+    HELLO,
+    MANIFEST,
+    PUSH,
+    ChainReply,
+    ChainRequest,
+    ClaimsReply,
+    HelloReply,
+)
 
 CALL_SECONDS = 20.0
 
@@ -87,7 +97,8 @@ async def run_reset(raw: bytes, identity: Identity, peers: Sequence[str], *, com
         before = next((step.after for step in visit.chain.walk() if step.after.id == commit), None)
         if before is None:
             raise UserError(f"commit {commit.hex()[:16]} is not in the ledger these peers serve")
-        present = [m for m in before.members if m.peer in visit.peers]
+        answering = await _answering(visit, [m.peer for m in before.members])
+        present = [m for m in before.members if m.peer in answering]
         if not any(m.groups for m in present):
             raise UserError("none of that commit's owners answers; start more peers first")
         members = in_order(replace(m, missed=0) for m in present)
@@ -199,6 +210,20 @@ async def _read_ledger(chain: Chain, transport: Transport, peer: str) -> None:
             chain.append(chain.check(entry.kind, entry.data))
         if not entries:
             return
+
+
+async def _answering(visit: _Visit, peers: Sequence[str]) -> set[str]:
+    """Those of the peers that are there now: others may know one that has just died."""
+
+    async def answers(peer: str) -> bool:
+        try:
+            await visit.transport.call(peer, MANIFEST, b"", timeout_seconds=CALL_SECONDS)
+        except (NetworkError, RemoteError):
+            return False
+        return True
+
+    there = await asyncio.gather(*(answers(peer) for peer in peers))
+    return {peer for peer, is_there in zip(peers, there, strict=True) if is_there}
 
 
 async def _claims(visit: _Visit) -> list[Signed[Claim]]:

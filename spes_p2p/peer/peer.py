@@ -62,6 +62,7 @@ KEEP_SECONDS = 1.0
 """Pause before work that failed is begun again."""
 
 ERRORS_KEPT = 20
+OWNERS_NAMED = 8
 
 
 class Peer:
@@ -333,7 +334,7 @@ class Peer:
                 self._say(status.round_line(step, self.identity.peer_id, loss))
         if step is not None and step.opening is not None:
             self._blobs_from = 0  # a reset counts rounds again
-            self._say(f"the run starts: {sum(bool(m.groups) for m in self.chain.head.members)} owners")
+            self._say(status.opening_line(step))
         try:
             self._blobs_from = await asyncio.to_thread(
                 retention.tidy, self.chain, self.states, self.blobs, self.options, self._blobs_from
@@ -391,11 +392,11 @@ class Peer:
         if waited < self.manifest.rounds.stall_seconds or not head.electorate.owners or head.ended:
             return
         self._moved_at = time.monotonic()  # say it again after as long
-        fresh = {*self.contacts.fresh(), self.identity.peer_id}
-        silent = [owner[-8:] for owner in head.electorate.owners if owner not in fresh]
+        silent = [o[-8:] for o in head.electorate.owners if o not in self.shell.participant.headers]
+        missing = ", ".join(silent[:OWNERS_NAMED]) + (" and others" if len(silent) > OWNERS_NAMED else "")
         self.note(
-            f"round {head.round} has not closed for {waited:.0f} s: it needs owners of more than two thirds of the "
-            f"groups; silent: {', '.join(silent) or 'nobody'}"
+            f"round {head.round} has not closed for {waited:.0f} s: it needs the contributions and votes of owners of "
+            f"more than two thirds of the groups; no contribution yet from {missing or 'nobody'}"
         )
 
     def _claim(self) -> None:
