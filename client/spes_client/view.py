@@ -31,7 +31,6 @@ _PHASE_STYLES = {
     "training": "bold green",
     "collecting": "cyan",
     "agreeing": "magenta",
-    "applying": "blue",
     "paused": "bold yellow",
     "leaving": "bold yellow",
     "ended": "bold",
@@ -89,7 +88,7 @@ def plain_line(previous: StatusReply | None, status: StatusReply) -> str | None:
 
 def _coarse(phase: str) -> str:
     """Phases that follow one another within every round are one for the log."""
-    return "round" if phase in ("training", "collecting", "agreeing", "applying") else phase
+    return "round" if phase in ("training", "collecting", "agreeing") else phase
 
 
 def _round_remark(status: StatusReply) -> str:

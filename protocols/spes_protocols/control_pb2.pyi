@@ -203,12 +203,10 @@ class RoundDone(_message.Message):
     def __init__(self, round: _Optional[int] = ..., sections: _Optional[_Iterable[_Union[SectionFile, _Mapping]]] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., train_seconds: _Optional[float] = ..., encode_seconds: _Optional[float] = ...) -> None: ...
 
 class Failed(_message.Message):
-    __slots__ = ("kind", "message")
-    KIND_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("message",)
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    kind: str
     message: str
-    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+    def __init__(self, message: _Optional[str] = ...) -> None: ...
 
 class TrainerTask(_message.Message):
     __slots__ = ("train", "cut", "stop")

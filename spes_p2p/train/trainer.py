@@ -36,6 +36,8 @@ from spes_protocols import control_pb2 as pb
 from spes_protocols.errors import SpesError, UserError
 from spes_protocols.messages import SHARED, group_section
 
+EXIT_FAULT = 1
+
 EXIT_MEMORY = 75
 """Exit code after running out of memory: the peer starts the trainer again with a smaller micro-batch."""
 
@@ -66,10 +68,10 @@ def work(options: Options) -> int:
     except StoppedError:
         return 0
     except Exception as error:
-        kind, message, exit_code = describe(error)
-        link.send(failed=pb.Failed(kind=kind, message=message))
+        message, exit_code = describe(error)
+        link.send(failed=pb.Failed(message=message))
         print(f"trainer: {message}", file=sys.stderr)
-        if kind == "other" and not isinstance(error, SpesError):
+        if exit_code == EXIT_FAULT and not isinstance(error, SpesError):
             raise
         return exit_code
     finally:
@@ -77,16 +79,14 @@ def work(options: Options) -> int:
     return 0
 
 
-def describe(error: Exception) -> tuple[str, str, int]:
-    """(kind of `Failed`, one line for a person, exit code) of what ended the trainer."""
+def describe(error: Exception) -> tuple[str, int]:
+    """(one line for a person, exit code) of what ended the trainer."""
     line = " ".join(str(error).split())[:500]
     if _is_out_of_memory(error):
-        return "memory", f"out of memory: {line}", EXIT_MEMORY
-    if isinstance(error, DataError):
-        return "data", line, error.exit_code
+        return f"out of memory: {line}", EXIT_MEMORY
     if isinstance(error, SpesError):
-        return "other", line, error.exit_code
-    return "other", f"{type(error).__name__}: {line}", 1
+        return line, error.exit_code
+    return f"{type(error).__name__}: {line}", EXIT_FAULT
 
 
 def _is_out_of_memory(error: Exception) -> bool:

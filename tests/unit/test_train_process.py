@@ -300,7 +300,7 @@ def test_data_that_is_not_what_the_manifest_says(
     data[-1] ^= 1
     shard.write_bytes(bytes(data))
     failed, exit_code = failure(run, peer, tmp_path, capsys)
-    assert (failed.kind, exit_code) == ("data", 2)
+    assert exit_code == 2
     assert "train.npy" in failed.message
     assert "digest" in failed.message
 
@@ -312,25 +312,25 @@ def test_a_global_state_that_is_damaged(
     path = run.states().path(0)
     path.write_bytes(path.read_bytes()[:-4])
     failed, exit_code = failure(run, peer, tmp_path, capsys)
-    assert (failed.kind, exit_code) == ("other", 1)
+    assert exit_code == 1
     assert str(path) in failed.message
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "exit_code"),
+    ("error", "begins", "exit_code"),
     [
-        (MemoryError(), "memory", EXIT_MEMORY),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "memory", EXIT_MEMORY),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "memory", 75),
-        (DataError("shard x is gone"), "data", 2),
-        (UserError("disk full"), "other", 2),
-        (KeyError("model.norm.weight"), "other", 1),
+        (MemoryError(), "out of memory", EXIT_MEMORY),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "out of memory", EXIT_MEMORY),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling x"), "out of memory", EXIT_MEMORY),
+        (DataError("shard x is gone"), "shard x", 2),
+        (UserError("disk full"), "disk full", 2),
+        (KeyError("model.norm.weight"), "KeyError: ", 1),
     ],
 )
-def test_what_ended_a_trainer_has_a_kind_and_an_exit_code(error: Exception, kind: str, exit_code: int) -> None:
-    found_kind, message, found_code = describe(error)
-    assert (found_kind, found_code) == (kind, exit_code)
-    assert message
+def test_what_ended_a_trainer_has_a_line_and_an_exit_code(error: Exception, begins: str, exit_code: int) -> None:
+    message, found_code = describe(error)
+    assert found_code == exit_code
+    assert message.startswith(begins)
 
 
 @pytest.mark.processes
@@ -346,6 +346,6 @@ def test_out_of_memory(run: RunDir, peer: FakePeer, start: Start) -> None:
     resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, limit))
     peer.tell(train=round_task(run, 0, [0], steps=1, batch_sequences=8192))
     failed = peer.event("failed")
-    assert failed.kind == "memory"
+    assert failed.message.startswith("out of memory")
     process.communicate(timeout=EVENT_SECONDS)
     assert process.returncode == EXIT_MEMORY
