@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from spes_p2p.store.chain import Step
 from spes_protocols import control_pb2
 from spes_protocols.errors import NetworkError
-from spes_protocols.messages import MICRO
+from spes_protocols.messages import MICRO, Start
 
 if TYPE_CHECKING:
     from spes_p2p.peer.peer import Peer
@@ -41,6 +41,16 @@ def round_line(step: Step, me: str, loss: float) -> str:
     if value.refused:
         parts.append("refused: " + ", ".join(f"{h.signer[-6:]} ({check})" for check, h in value.refused))
     return ", ".join(parts)
+
+
+def opening_line(step: Step) -> str:
+    """One line about a start or a reset."""
+    assert step.opening is not None
+    record, owners = step.opening.record, len(step.after.electorate.owners)
+    if isinstance(record, Start):
+        return f"the run starts: {owners} owners"
+    reason = f" ({record.reason})" if record.reason else ""
+    return f"the organizer has reset the run{reason}: on from round {record.round} with {owners} owners"
 
 
 async def of(peer: Peer) -> control_pb2.StatusReply:
