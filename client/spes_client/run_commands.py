@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from spes_client import ui
 from spes_client.digests import FORMATS
 from spes_protocols.errors import IntegrityError, RemoteError, UserError
-from spes_protocols.types import ENVELOPE_BYTES_MAX
+from spes_protocols.types import ENVELOPE_BYTES_MAX, PEER_ID
 
 if TYPE_CHECKING:
     from spes_protocols.manifest import Data, Manifest, Shard, Tokenizer
@@ -137,8 +137,9 @@ def _key_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _peer_id(text: str) -> str:
-    if not re.fullmatch(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}", text):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a peer id, 12D3KooW and 44 base58 characters")
+    problem = PEER_ID.problem(text)
+    if problem is not None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {problem}")
     return text
 
 

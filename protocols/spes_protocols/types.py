@@ -12,7 +12,9 @@ Digest = Annotated[bytes, Size(32, 32)]
 DigestOrNil = Annotated[bytes, SizeOneOf((0, 32))]
 """A SHA-256 digest, or no bytes for "none"."""
 
-PeerId = Annotated[str, Matches(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}", "a peer id, 12D3KooW and 44 base58 characters")]
+PEER_ID = Matches(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}", "a peer id, 12D3KooW and 44 base58 characters")
+
+PeerId = Annotated[str, PEER_ID]
 """libp2p peer id of an Ed25519 key, which embeds the public key."""
 
 Count = Annotated[int, Range(0, 2**53)]
