@@ -278,13 +278,19 @@ class Peer:
             await asyncio.sleep(2.0)
             await self.contacts.hello_all()
 
+    async def _come_to_state(self) -> None:
+        """Have the state that an opening goes on from: a reset may name one that was removed here long ago."""
+        await self._catch_up()
+        if self.trainer is not None:
+            self.trainer.refresh()
+
     async def _ledger_from(self, peer: str) -> None:
         came = 0
         try:
             came = await self.syncer.ledger_from(peer)
             if came > 1:  # a single one is what a peer next to the others misses now and then
                 self._say(
-                    f"read {came} records of the ledger from {peer[-8:]}: now before round {self.chain.head.round}"
+                    f"read {came} records of the ledger from …{peer[-6:]}: now before round {self.chain.head.round}"
                 )
         except (NetworkError, RemoteError) as error:
             self.note(f"ledger of {peer}: {error}")
@@ -335,6 +341,7 @@ class Peer:
         if step is not None and step.opening is not None:
             self._blobs_from = 0  # a reset counts rounds again
             self._say(status.opening_line(step))
+            self._spawn(self._come_to_state())
         try:
             self._blobs_from = await asyncio.to_thread(
                 retention.tidy, self.chain, self.states, self.blobs, self.options, self._blobs_from
@@ -392,7 +399,7 @@ class Peer:
         if waited < self.manifest.rounds.stall_seconds or not head.electorate.owners or head.ended:
             return
         self._moved_at = time.monotonic()  # say it again after as long
-        silent = [o[-8:] for o in head.electorate.owners if o not in self.shell.participant.headers]
+        silent = [f"…{o[-6:]}" for o in head.electorate.owners if o not in self.shell.participant.headers]
         missing = ", ".join(silent[:OWNERS_NAMED]) + (" and others" if len(silent) > OWNERS_NAMED else "")
         self.note(
             f"round {head.round} has not closed for {waited:.0f} s: it needs the contributions and votes of owners of "
@@ -497,6 +504,8 @@ class Peer:
             return None
         if self.db.own_header(head.epoch, head.round) is not None or self._limit_reached():
             return None
+        if not self.syncer.has_state(head.round, head.state_root):
+            return None  # it is on its way
         phase = self.manifest.phase(head.step)
         quota = self.manifest.round_sequences(head.step)
         task = control_pb2.TrainRound(
