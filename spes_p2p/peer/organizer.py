@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_p2p.core.head import Head
-from spes_p2p.core.ledger import check_claim_place, start_record
+from spes_p2p.core.ledger import CLAIMS_MAX, check_claim_place, start_record
 from spes_p2p.core.members import in_order
 from spes_p2p.crypto.envelope import seal, unseal, unseal_manifest
 from spes_p2p.crypto.keys import Identity
@@ -87,7 +88,9 @@ async def run_start(raw: bytes, identity: Identity, peers: Sequence[str]) -> str
         owners = [claim for claim in claims if claim.record.wants]
         if len(owners) < wanted:
             raise UserError(f"{len(owners)} peers have claimed groups, the manifest wants {wanted}; try again later")
-        start = start_record(visit.manifest, head, claims)
+        # Of a flood, so many by chance as a record holds; the others stand in the commits that follow.
+        chosen = random.sample(owners, min(len(owners), max(CLAIMS_MAX, wanted)))
+        start = start_record(visit.manifest, head, chosen)
         return f"run started with {sum(bool(m.groups) for m in start.members)} owners; {await visit.push(start)}"
 
 

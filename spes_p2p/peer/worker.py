@@ -27,6 +27,9 @@ from spes_protocols.errors import SpesError, UserError
 from spes_protocols.messages import Section
 from spes_protocols.types import PEERS_MAX, Count, DigestOrNil, PeerId
 
+JOB_SECONDS_MAX = 3600.0
+"""Far more than applying a round of the largest model takes; only a worker that hangs is ended by it."""
+
 JOB_BYTES_MAX = 64 * 1024 * 1024
 
 
@@ -129,15 +132,25 @@ class Worker:
 
     async def _exchange_twice(self, job: bytes) -> Result:
         try:
-            return await self._exchange(job)
+            return await self._within_limit(job)
         except (asyncio.IncompleteReadError, ConnectionError):
             self._log("the apply worker died; starting it again")
             assert self._process is not None
             await self._process.wait()
         try:
-            return await self._exchange(job)
+            return await self._within_limit(job)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise UserError("the apply worker died twice in a row; is there enough memory?") from None
+
+    async def _within_limit(self, job: bytes) -> Result:
+        try:
+            async with asyncio.timeout(JOB_SECONDS_MAX):
+                return await self._exchange(job)
+        except TimeoutError:
+            assert self._process is not None
+            self._process.kill()  # its late answer would be taken for the next job's
+            await self._process.wait()
+            raise UserError(f"the apply worker gave no answer for {JOB_SECONDS_MAX:.0f} s and was ended") from None
 
     async def _exchange(self, job: bytes) -> Result:
         process = self._process

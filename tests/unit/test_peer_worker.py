@@ -1,11 +1,15 @@
 """The worker, as its real process: what it makes of a log's rounds and blobs is what the ledger says."""
 
 import asyncio
+import signal
 from pathlib import Path
+
+import pytest
 
 from spes_p2p.delta.contributions import contributions
 from spes_p2p.peer.worker import Worker
 from spes_p2p.replay.log import Log
+from spes_protocols.errors import UserError
 from tests.unit.log_support import play
 
 
@@ -35,3 +39,26 @@ def test_every_round_of_a_log_comes_out_as_the_ledger_says(tmp_path: Path) -> No
     asyncio.run(work())
     log.close()
     assert (len(steps), said) == (5, [])
+
+
+def test_a_worker_that_hangs_is_ended_and_the_next_job_is_answered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = play(tmp_path)
+
+    async def work() -> None:
+        worker = Worker(log.run, 1, lambda line: None)
+        try:
+            assert await worker.genesis() == log.manifest.genesis_root
+            assert worker._process is not None
+            worker._process.send_signal(signal.SIGSTOP)
+            monkeypatch.setattr("spes_p2p.peer.worker.JOB_SECONDS_MAX", 0.1)
+            with pytest.raises(UserError, match="gave no answer"):
+                await worker.genesis()
+            monkeypatch.undo()
+            assert await worker.genesis() == log.manifest.genesis_root
+        finally:
+            await worker.close()
+
+    asyncio.run(work())
+    log.close()
