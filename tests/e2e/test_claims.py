@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from spes_p2p.store.chain import Step
@@ -63,7 +64,7 @@ def sections_of(volunteer: Volunteer, *, after: int) -> list[str]:
         number += 1
 
 
-def test_the_organizer_starts_bans_and_ends(tmp_path: Path) -> None:
+def test_the_organizer_starts_resets_bans_and_ends(tmp_path: Path) -> None:
     with Swarm(make_run(tmp_path, groups=2, min_peers=2, per_peer=1)) as swarm:
         boot = swarm.bootstrap(start_key=False)
         orders = (swarm.run.path, "--key", swarm.run.key_path, "--peer", door(boot))
@@ -73,8 +74,20 @@ def test_the_organizer_starts_bans_and_ends(tmp_path: Path) -> None:
         for volunteer in pair:
             volunteer.wait_line("asked for 1 expert group")
         assert "run started with 2 owners" in swarm.json("run", "start", *orders)["message"]
-        good.until_round(1)
+        good.until_round(8)
         assert "only `spes run reset` may" in swarm.spes("run", "start", *orders).error(2)
+
+        # One of two owners is lost for good, so no round closes; the organizer goes back to a state nobody has kept.
+        bad.signal(signal.SIGKILL)
+        bad.wait_exit()
+        target = next(step.after for step in reversed(good.steps()) if step.after.round == 6)
+        order = ("--commit", target.id.hex(), "--reason", "an owner is lost")
+        reset = swarm.spes("run", "reset", *orders, *order)
+        assert "from round 6 with 1 member" in reset.text
+        good.wait_line(r"the organizer has reset the run \(an owner is lost\): on from round 6")
+        good.wait_line("round 6: 1 of 1 contributions")
+        bad = swarm.volunteer("bad", door(boot))
+        bad.until("an owner again", lambda s: any(m.me and m.groups for m in s.members))
 
         banned = swarm.spes("run", "ban", swarm.run.path, bad.peer_id, "--reason", "tests", *orders[1:])
         assert banned.process.returncode == 0, banned.text

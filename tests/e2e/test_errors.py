@@ -37,11 +37,14 @@ def test_what_fails_before_anything_is_joined(run: Run, busy_port: int) -> None:
     busy = f"/ip4/127.0.0.1/tcp/{busy_port}"
     toml = run.folder / "run.toml"
     toml.write_text("version = 1\n")
+    other_key = run.folder / "other.key"
+    Identity.generate().save(other_key)
     with Swarm(run) as swarm:
         failing = {
             "no preset": swarm.start("new", "-m", "spes_client.main", "run", "new", "--preset", "huge", "-o", toml),
             "no key": swarm.start("sign", "-m", "spes_client.main", "run", "sign", toml, "--key", home / "none"),
             "start key": swarm.bootstrap("b1", "--start-key", home / "none", start_key=False),
+            "other key": swarm.bootstrap("b3", "--start-key", other_key, start_key=False),
             "no manifest": swarm.start("b2", "-m", "spes_bootstrap.main", "--manifest", home, "--dir", home),
             "busy": swarm.volunteer("home", dead, options=("--listen", busy)),
             "nowhere": swarm.volunteer("home2"),
@@ -51,6 +54,7 @@ def test_what_fails_before_anything_is_joined(run: Run, busy_port: int) -> None:
         assert "no preset 'huge'" in failing["no preset"].error(2)
         assert "spes keys new" in failing["no key"].error(2)
         assert "none" in failing["start key"].error(2)
+        assert "the run does not let" in failing["other key"].error(2)
         assert "cannot read the manifest" in failing["no manifest"].error(2)
         assert f"port {busy_port} is in use; choose another with --listen" in failing["busy"].error(2)
         assert "--peer" in failing["nowhere"].error(2)
