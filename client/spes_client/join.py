@@ -28,7 +28,7 @@ def build_parser() -> Parser:
     )
     flag(
         parser, "--peer", action="append", metavar="ADDR",
-        help="address of any peer of the run, bootstrap or volunteer; may be given several times",
+        help="address of any peer of the run, bootstrap or volunteer; may be repeated",
     )  # fmt: skip
     dir_flag(parser)
     flag(
@@ -39,7 +39,11 @@ def build_parser() -> Parser:
         help="expert groups to own (default: what the run allows; 0: stand by)",
     )
     flag(
-        parser, "--listen", action="append", metavar="ADDR", help="multiaddr to listen on (default /ip4/0.0.0.0/tcp/0)"
+        parser,
+        "--listen",
+        action="append",
+        metavar="ADDR",
+        help="multiaddr to listen on (default /ip4/0.0.0.0/tcp/0, a free port); may be repeated",
     )
     flag(
         parser, "--announce", action="append", metavar="ADDR", help="multiaddr to tell others instead of the found ones"
@@ -49,10 +53,14 @@ def build_parser() -> Parser:
         "--relay",
         action="append",
         metavar="ADDR",
-        help="relay to be reachable through, for machines behind NAT",
+        help="relay to be reachable through, for machines behind NAT; may be repeated",
     )
     flag(
-        parser, "--device", type=one_of("auto", "cpu", "cuda"), default="auto", help="where to train: auto, cpu or cuda"
+        parser,
+        "--device",
+        type=one_of("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to train: auto (a GPU if there is one), cpu or cuda",
     )
     flag(
         parser,
@@ -60,11 +68,21 @@ def build_parser() -> Parser:
         type=whole_number(1, 1024),
         default=max(1, (os.cpu_count() or 2) // 2),
         metavar="N",
-        help="CPU threads of the trainer",
+        help="CPU threads of the trainer (default: half the cores)",
     )
-    flag(parser, "--micro-batch", type=whole_number(1, 65536), metavar="N", help="sequences at a time on the device")
     flag(
-        parser, "--allow-source", action="append", metavar="PREFIX", help="let the run read data under this path or URL"
+        parser,
+        "--micro-batch",
+        type=whole_number(1, 65536),
+        metavar="N",
+        help="sequences at a time on the device (default: a step's whole batch)",
+    )
+    flag(
+        parser,
+        "--allow-source",
+        action="append",
+        metavar="PREFIX",
+        help="let the run read data under this path or URL; may be repeated",
     )
     flag(
         parser,
@@ -72,7 +90,7 @@ def build_parser() -> Parser:
         type=whole_number(1, 1_000_000),
         default=100,
         metavar="GIB",
-        help="disk to use for blobs and states",
+        help="disk to use for blobs and states (default 100)",
     )
     flag(
         parser,
@@ -80,7 +98,7 @@ def build_parser() -> Parser:
         type=whole_number(1, 1_000_000),
         default=20,
         metavar="GIB",
-        help="disk to use for training data",
+        help="disk to use for training data (default 20)",
     )
     flag(parser, "--archive", action="store_true", help="keep every blob of the run for replay")
     flag(parser, "--rounds", type=whole_number(1, 2**40), metavar="N", help="stop once the run has finished N rounds")

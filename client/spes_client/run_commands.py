@@ -225,8 +225,7 @@ def _sign(args: argparse.Namespace) -> int:
         )
     output = Path(args.output) if args.output else args.manifest.with_suffix(".spes")
     ui.check_writable(output)
-    if args.check_data:
-        _check_data(manifest)
+    checked = _check_data(manifest) if args.check_data else 0
     signed = seal(_with_genesis_root(manifest, args.manifest), identity)
     if output.exists() and not args.force and output.read_bytes() != signed.raw:
         raise UserError(
@@ -236,7 +235,10 @@ def _sign(args: argparse.Namespace) -> int:
     if args.json:
         ui.print_json({"file": output, **run_json(signed)})
     else:
-        ui.print_rich(ui.pairs_table([("wrote", str(output)), *identity_rows(signed), *size_rows(signed.record)]))
+        data = [("data", f"{checked} files read, each as the manifest says")] if checked else []
+        ui.print_rich(
+            ui.pairs_table([("wrote", str(output)), *identity_rows(signed), *size_rows(signed.record), *data])
+        )
     return ui.EXIT_OK
 
 
@@ -252,8 +254,8 @@ def _with_genesis_root(manifest: Manifest, path: Path) -> Manifest:
     return dataclasses.replace(manifest, genesis_root=root)
 
 
-def _check_data(manifest: Manifest) -> None:
-    """Read every data file; raises `IntegrityError` for the first whose digest or size differs."""
+def _check_data(manifest: Manifest) -> int:
+    """Read every data file, and count them; raises `IntegrityError` for the first whose digest or size differs."""
     from spes_client.digests import digest_of
 
     data = manifest.data
@@ -269,6 +271,7 @@ def _check_data(manifest: Manifest) -> None:
                     f"{size} bytes with digest {sha256}, but the manifest says {file.bytes} bytes and {file.sha256}; "
                     f"print its table anew with: spes run digest {file.url}",
                 )
+    return len(files)
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -300,7 +303,7 @@ def _read_signed(path: Path) -> Signed[Manifest]:
         return unseal_manifest(data)
     except RemoteError as error:
         if path.suffix == ".toml":
-            raise UserError(f"{path} is not signed; sign it with: spes run sign {path}") from None
+            raise UserError(f"{path} is not signed; sign it with: spes run sign {path} --key YOUR_KEY") from None
         raise IntegrityError(error.check, str(path), error.detail) from None
 
 

@@ -12,7 +12,9 @@ import functools
 import hashlib
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,7 +40,7 @@ exit codes:
   1    a check failed (a digest, a signature, a root), or a peer broke the protocol
   2    a flag, a file or this machine needs correcting
   3    the network: no answer, no connection, a deadline passed
-  130  interrupted with Ctrl-C
+  130  interrupted with Ctrl-C or SIGTERM
 """
 
 _PIPE_COLUMNS = 200
@@ -148,7 +150,8 @@ def load_identity(args: argparse.Namespace) -> Identity:
 
     path = key_path(args)
     if not path.exists():
-        raise UserError(f"no key at {path}; make one with: spes keys new --key {path}")
+        other = "" if args.key else "give yours with --key, or "
+        raise UserError(f"no key at {path}; {other}make one with: spes keys new --key {path}")
     return Identity.load(path)
 
 
@@ -159,7 +162,8 @@ def _tilde(path: Path) -> str:
 def run_program(body: Callable[[], int]) -> int:
     """Run a program's body and turn every failure into one line on stderr and a documented exit code."""
     try:
-        code = body()
+        with _sigterm_interrupts():
+            code = body()
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -177,6 +181,19 @@ def run_program(body: Callable[[], int]) -> int:
     except Exception as error:
         hint = "" if _debugging() else "; run again with SPES_DEBUG=1 for the traceback"
         return _failed(f"internal error: {type(error).__name__}: {error}{hint}", EXIT_CHECK_FAILED)
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM ends the program as Ctrl-C does: what it had put into temporary directories is removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _failed(message: str, code: int) -> int:
@@ -274,9 +291,13 @@ def print_rich(what: RenderableType) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_COLUMNS)
-    console.print(what)
+    if console.is_terminal:
+        console.print(what)
+        return
+    console = Console(highlight=False, width=_PIPE_COLUMNS)
+    with console.capture() as capture:
+        console.print(what)
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
 def bytes_text(count: float) -> str:

@@ -138,6 +138,10 @@ def from_plain(cls: type[T], value: Any, path: str = "") -> T:
         raise SchemaError(_join(path, error.path), error.value, error.expected) from None
 
 
+_KINDS = {int: "a whole number", float: "a number", str: "text", bytes: "bytes", bool: "true or false"}
+"""How people call the types of values."""
+
+
 def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path and key else path or key
 
@@ -171,7 +175,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         except OverflowError:
             raise SchemaError(path, value, "a number that a float64 can hold") from None
     if type(value) is not hint:
-        raise SchemaError(path, value, f"a value of type {getattr(hint, '__name__', hint)}")
+        raise SchemaError(path, value, _KINDS.get(hint, f"a value of type {getattr(hint, '__name__', hint)}"))
     if hint is float and not math.isfinite(value):
         raise SchemaError(path, value, "a finite number")
     return value

@@ -53,7 +53,8 @@ async def open_peer(
     wanted = joining.expected_run(options.peers)
     known = joining.open_known(options.home, wanted)
     if manifest_path is None and known is None and not options.peers:
-        raise UserError("nothing to join: give the address of any peer of the run with --peer")
+        or_manifest = "" if options.trains else ", or the signed manifest with --manifest"
+        raise UserError(f"nothing to join: give the address of any peer of the run with --peer{or_manifest}")
     make_directory(options.home)
     identity = Identity.load_or_create(options.home / "identity")
     async with contextlib.AsyncExitStack() as stack:
@@ -170,6 +171,8 @@ def _read_manifest(path: Path) -> Signed[Manifest]:
     try:
         return unseal_manifest(data)
     except RemoteError as error:
+        if path.suffix == ".toml":
+            raise UserError(f"{path} is not signed; sign it with: spes run sign {path} --key YOUR_KEY") from None
         raise UserError(f"{path} is not a signed manifest ({error}); make one with: spes run sign") from None
 
 

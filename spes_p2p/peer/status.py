@@ -35,11 +35,11 @@ def round_line(step: Step, me: str, loss: float) -> str:
     ]
     member = after.member(me)
     if member is not None:
-        parts.append("groups " + (",".join(map(str, member.groups)) or "none (standby)"))
+        parts.append("my groups " + (",".join(map(str, member.groups)) or "none (standby)"))
     if step.before.member(me) is not None and me not in counted:
         parts.append("ours was not in it")
     if value.refused:
-        parts.append("refused: " + ", ".join(f"{h.signer[-6:]} ({check})" for check, h in value.refused))
+        parts.append("refused: " + ", ".join(f"…{h.signer[-6:]} ({check})" for check, h in value.refused))
     return ", ".join(parts)
 
 

@@ -3,9 +3,11 @@
 import argparse
 import json
 import re
+import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -160,6 +162,25 @@ def test_debugging_shows_the_traceback(capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setenv("SPES_DEBUG", "1")
     assert ui.run_program(lambda: _fail(ZeroDivisionError("x"))) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_sigterm_ends_a_program_as_ctrl_c_does(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def body() -> int:
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    assert ui.run_program(body) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_table_in_a_pipe_has_no_blanks_at_the_ends_of_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    ui.print_rich(ui.pairs_table([("short", "a"), ("", ""), ("long", "a longer value")]))
+    assert capsys.readouterr().out == "short  a\n\nlong   a longer value\n"
 
 
 def test_help_loads_nothing_heavy() -> None:
