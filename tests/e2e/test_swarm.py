@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from spes_p2p.store.chain import Step
 from tests.e2e.swarm import (
     Swarm,
     Volunteer,
+    command_of,
+    descendants,
     door,
     expecting_no_orphans,
     make_run,
@@ -73,7 +76,7 @@ def test_a_swarm_outlives_its_bootstrap_and_its_volunteers(tmp_path: Path) -> No
 
         pauses(swarm, paused)
         dies(killed, steady)
-        loses_its_trainer(steady)
+        loses_its_helpers(steady)
 
         swarm.spes("leave", "--dir", fifth.home)
         assert fifth.wait_exit() == 0
@@ -130,11 +133,15 @@ def dies(victim: Volunteer, witness: Volunteer) -> None:
     witness.until_round(last + 2)
 
 
-def loses_its_trainer(volunteer: Volunteer) -> None:
-    """A trainer that dies is started again, and its peer contributes again."""
+def loses_its_helpers(volunteer: Volunteer) -> None:
+    """Trainer, worker and network daemon are started again when they die, and their peer contributes again."""
     trainer = volunteer.status().trainer_pid
+    helpers = descendants(volunteer.pid)
+    assert sorted(helpers) == sorted({trainer, *(pid for pid in helpers if re.search("worker|p2pd", command_of(pid)))})
+    assert len(helpers) == 3
     seen = len(volunteer.lines)
-    os.kill(trainer, signal.SIGKILL)
+    for pid in helpers:
+        os.kill(pid, signal.SIGKILL)
     volunteer.wait_line("trainer: killed by signal 9; starting it again", after=seen)
     again = volunteer.until("training again", lambda s: s.trainer == "running" and s.trainer_pid not in (0, trainer))
     until_contribution(volunteer, again.round)
