@@ -205,7 +205,7 @@ def _show(args: argparse.Namespace) -> int:
         rounds = [dataclasses.asdict(row) for row in found]
         ui.print_json({"dir": run.path, "run_id": run.run_id, "name": name, "rounds": rounds})
         return ui.EXIT_OK
-    pictures = [replay_tables.overview(found)] if args.round is None else replay_tables.details(found)
+    pictures = [replay_tables.overview(found, ui.columns())] if args.round is None else replay_tables.details(found)
     for picture in pictures:
         ui.print_rich(picture)
     return ui.EXIT_OK

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from spes_client.ui import bytes_text, count_text, one_line, pairs_table, short_peer
+from spes_client.ui import bytes_text, count_text, pairs_table, short_peer
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -17,20 +17,48 @@ if TYPE_CHECKING:
 
 _OWNERS_SHOWN = 6
 
+_OVERVIEW = (
+    "round", "counted", "tokens", "loss", "norm shared", "norm groups", "bytes", "votes", "view",
+    "refused", "owners of groups", "state after",
+)  # fmt: skip
+_FIGURES = 9  # of these columns, the first
+_LEFT_OUT_FIRST = ("owners of groups", "norm groups", "norm shared", "view", "bytes", "state after")
+_GAP = 3  # blanks between two columns
 
-def overview(rows: Sequence[Row]) -> Table:
-    """A line for each record of the ledger."""
-    table = _table("round", "counted", "tokens", "loss", "norm shared", "norm groups", "bytes", "votes", "view")
-    table.add_column("refused")
-    table.add_column("owners of groups")
-    table.add_column("state after")
-    for row in rows:
-        cells = _commit_cells(row) if row.kind == "commit" else [""] * 8
-        name = f"{row.round}" if row.in_force else f"({row.round})"
-        refused = ", ".join(f"{short_peer(g.peer)} {g.refused}" for g in row.given if g.refused)
-        note = refused if row.kind == "commit" else f"{row.kind} by {short_peer(row.signer)}"
-        table.add_row(name, *cells, note, _owners(row), row.state_root.hex()[:12])
+
+def overview(rows: Sequence[Row], width: int) -> Table:
+    """A line for each record of the ledger; what does not fit into `width` is left out whole, and named below."""
+    lines = [_overview_cells(row) for row in rows]
+    shown = _fitting([_OVERVIEW, *lines], width)
+    table = _table()
+    for i in shown:
+        table.add_column(_OVERVIEW[i], justify="right" if i < _FIGURES else "left")
+    for line in lines:
+        table.add_row(*(line[i] for i in shown))
+    left_out = [name for i, name in enumerate(_OVERVIEW) if i not in shown]
+    if left_out:
+        table.caption = f"no room here for: {', '.join(left_out)}; a wider terminal or --json shows them"
+        table.caption_justify = "left"
     return table
+
+
+def _fitting(lines: Sequence[Sequence[str]], width: int) -> list[int]:
+    """The columns to show: those of `_LEFT_OUT_FIRST` go, one after the other, until the others fit."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = list(range(len(widths)))
+    for name in _LEFT_OUT_FIRST:
+        if sum(widths[i] + _GAP for i in shown) <= width:
+            break
+        shown.remove(_OVERVIEW.index(name))
+    return shown
+
+
+def _overview_cells(row: Row) -> list[str]:
+    cells = _commit_cells(row) if row.kind == "commit" else [""] * (_FIGURES - 1)
+    name = f"{row.round}" if row.in_force else f"({row.round})"
+    refused = ", ".join(f"{short_peer(g.peer)} {g.refused}" for g in row.given if g.refused)
+    note = refused if row.kind == "commit" else f"{row.kind} by {short_peer(row.signer)}"
+    return [name, *cells, note, _owners(row), row.state_root.hex()[:12]]
 
 
 def _commit_cells(row: Row) -> list[str]:
@@ -118,7 +146,7 @@ def _contributions(row: Row) -> Table:
 def comparison(actual: Result, changed: Result) -> Table:
     """What a round gave beside what it would have given."""
     table = _table()
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     table.add_column("counted", justify="right")
     for column in ("merge strength", "held-out bits per byte", "difference"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -131,12 +159,9 @@ def comparison(actual: Result, changed: Result) -> Table:
     return table
 
 
-def _table(*numbers: str) -> Table:
-    """A plain table; `numbers` are columns of figures."""
+def _table() -> Table:
+    """A plain table."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in numbers:
-        table.add_column(one_line(name), justify="right", no_wrap=True)
-    return table
+    return Table(box=SIMPLE_HEAD, pad_edge=False)

@@ -286,6 +286,14 @@ def pairs_table(rows: Sequence[tuple[str, str]]) -> Table:
     return table
 
 
+def columns() -> int:
+    """How wide a line that `print_rich` prints may be."""
+    from rich.console import Console
+
+    console = Console()
+    return console.width if console.is_terminal else _PIPE_COLUMNS
+
+
 def print_rich(what: RenderableType) -> None:
     """Print a table on stdout: coloured only on a terminal, unwrapped where the output is none."""
     from rich.console import Console

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from spes_client import replay_tables
 from spes_client.replay import main
 from spes_p2p.core.tensors import section_specs
 from spes_p2p.delta.codecs import decode_section, norm_squared
@@ -133,3 +134,12 @@ def test_json_has_everything(played: RunLog, capsys: pytest.CaptureFixture[str])
 def test_a_round_that_is_not_there(played: RunLog, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(played.home), "--round", "5"]) == 2
     assert "the ledger has no record of round 5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("width", "absent"), [(200, []), (100, ["norm groups", "owners of groups"])])
+def test_a_narrow_terminal_gets_fewer_columns_and_is_told_which(width: int, absent: list[str]) -> None:
+    table = replay_tables.overview([], width)
+    shown = {str(column.header) for column in table.columns}
+    assert {"round", "loss", "state after"} <= shown
+    assert shown.isdisjoint(absent)
+    assert str(table.caption or "").startswith(f"no room here for: {', '.join(absent)};" if absent else "")
