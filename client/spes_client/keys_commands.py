@@ -78,6 +78,7 @@ def _backup(args: argparse.Namespace) -> int:
         raise UserError(f"{args.file} exists; name a new file for the backup")
     ui.check_writable(args.file)
     ui.write_file(args.file, backup(identity, _passphrase(repeat=True)))
+    args.file.chmod(0o600)  # encrypted, and still nobody else's business
     return _print(args, identity, "backed up", args.file)
 
 

@@ -68,6 +68,7 @@ def test_what_can_be_wrong_with_a_backup(spes: Spes, tmp_path: Path, monkeypatch
     assert not (tmp_path / "key.txt").exists()
     monkeypatch.setenv("SPES_PASSPHRASE", PASSPHRASE)
     spes("keys", "backup", "key.txt", "--key", "k")
+    assert (tmp_path / "key.txt").stat().st_mode & 0o777 == 0o600
     monkeypatch.setenv("SPES_PASSPHRASE", "another passphrase")
     assert "passphrase is wrong" in spes("keys", "restore", "key.txt").error
     (tmp_path / "key.txt").write_bytes(b"\xff\x00garbage")
