@@ -1,6 +1,6 @@
 """`spes-bootstrap`: keep a door to a run open. Prints the line that volunteers paste.
 
-It follows the ledger and answers with manifest, ledger and addresses; with --archive it keeps every blob, and states, too.
+It follows the ledger and answers with manifest, ledger and addresses; with --archive it keeps blobs and states too.
 With --start-key it opens the run by itself once enough claims are there. Nothing depends on it once peers know each
 other.
 """
@@ -49,7 +49,7 @@ def build_parser() -> Parser:
         parser, "--announce", action="append", metavar="ADDR", help="multiaddr to tell others instead of the found ones"
     )
     flag(parser, "--start-key", metavar="FILE", help="key that opens the run once min_peers claims are there")
-    flag(parser, "--archive", action="store_true", help="keep every blob of the run for replay, and states to join from")
+    flag(parser, "--archive", action="store_true", help="keep every blob of the run, and states to join from")
     flag(
         parser,
         "--disk",
