@@ -21,11 +21,12 @@ from spes_p2p.core.assignment import member_sequences
 from spes_p2p.core.ledger import CLAIMS_MAX, start_record
 from spes_p2p.crypto.envelope import seal
 from spes_p2p.crypto.keys import Identity
-from spes_p2p.net.directory import Directory, run_key
+from spes_p2p.net.directory import Directory
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.peer import retention, status
 from spes_p2p.peer.ahead import Ahead
-from spes_p2p.peer.contacts import LIFETIME_SECONDS, RECORDS_READ_MAX, Contacts
+from spes_p2p.peer.claims import Claims
+from spes_p2p.peer.contacts import LIFETIME_SECONDS, Contacts, RunDirectory
 from spes_p2p.peer.contribution import Publisher
 from spes_p2p.peer.control import ControlServer
 from spes_p2p.peer.options import PeerOptions
@@ -39,11 +40,8 @@ from spes_p2p.store.chain import Chain, Step
 from spes_p2p.store.rundir import RunDir
 from spes_protocols import control_pb2
 from spes_protocols.errors import NetworkError, RemoteError, SpesError, UserError, printable
-from spes_protocols.messages import ADDRESSES_MAX, Ban, Claim, End, Presence, Release, Signed, Start
+from spes_protocols.messages import ADDRESSES_MAX, Ban, End, Presence, Signed, Start
 
-CLAIM_SECONDS = 5.0
-CLAIM_LIFETIME_SECONDS = 120
-CLAIMS_READ_SECONDS = 10.0
 LEAVE_SECONDS_MAX = 600.0
 """How long a leaver waits for the commit that lets it go."""
 
@@ -89,8 +87,6 @@ class Peer:
         self._say = say
         self._finished = asyncio.Event()
         self._behind: asyncio.Queue[str] = asyncio.Queue(64)
-        self._claimed_at = -1e9
-        self._asked = False
         self._moved_at = time.monotonic()
         self._told_at = -1e9
         self._noted_at = -1e9
@@ -112,6 +108,10 @@ class Peer:
             identity, self.chain, self.syncer, self.worker, self.outbox,
             everyone=self._everyone, computes=options.computes, on_head=self._on_head, on_behind=self._on_behind,
             on_help=lambda peer: self._spawn(self.contacts.hello_soon(peer)), on_cut=self._on_cut, log=self.note,
+        )  # fmt: skip
+        self.claims = Claims(
+            identity.peer_id, self._wanted_groups(), self.chain, self.shell, self.contacts,
+            may_ask=self._may_claim, spawn=self._spawn, say=say,
         )  # fmt: skip
         self.publisher = Publisher(run_dir, self.chain, self.blobs, self.shell)
         self.trainer: TrainerLink | None = None
@@ -149,7 +149,7 @@ class Peer:
             self.shell.restore()
             for work in (
                 self.shell.run_timer, self.contacts.run, self._catch_up_when_behind, self._look_after,
-                self._read_claims,
+                self.claims.read_others,
             ):  # fmt: skip
                 self._spawn(self._keep(work))
             if self.trainer is not None:
@@ -211,7 +211,7 @@ class Peer:
             self._finished.set()
             return
         self._say("leaving: this round is finished first, then the groups are given back (Ctrl-C again: at once)")
-        self._release()
+        self.claims.release()
         self._spawn(self._leave_at_last(LEAVE_SECONDS_MAX if self.failure is None else GIVE_UP_SECONDS))
         self._changed()
 
@@ -251,7 +251,7 @@ class Peer:
             self._directory = await Directory.create(self.transport, self.identity, peers)
         except NetworkError:
             self._directory = await Directory.create(self.transport, self.identity)
-        self.contacts.directory = _RunDirectory(self._directory, self.run_dir.run_id)
+        self.contacts.directory = RunDirectory(self._directory, self.run_dir.run_id)
 
     async def _catch_up(self, first: bool = False) -> None:
         """Ledger from those who are ahead, then the state; retries as long as nobody can help."""
@@ -349,10 +349,9 @@ class Peer:
         except SpesError as error:
             self.note(f"removing what is old: {error}")
         if self.ready:
-            self._claimed_at = -1e9
-            self._claim()
+            self.claims.ask(again=True)
             if self.leaving:
-                self._release()
+                self.claims.release()
             if self.trainer is not None:
                 self.trainer.refresh()
             self._spawn(self.contacts.hello_all())
@@ -388,7 +387,7 @@ class Peer:
     async def _look_after(self) -> None:
         """Claims are repeated until they stand in the table; a start key opens the run once enough claims are there."""
         while True:
-            self._claim()
+            self.claims.ask()
             self._start_run()
             self._tell_of_stall()
             await asyncio.sleep(1.0)
@@ -406,54 +405,13 @@ class Peer:
             f"more than two thirds of the groups; no contribution yet from {missing or 'nobody'}"
         )
 
-    def _claim(self) -> None:
-        head, now = self.chain.head, time.monotonic()
-        wants = self._wanted_groups()
-        member = head.member(self.identity.peer_id)
-        settled = member is not None and member.wants == wants
-        self._asked = self._asked and not settled
-        # A claim is a promise to train: others wait `grace` for each member in every round.
-        able = self.trainer is not None and self.trainer.is_ready
-        if not self.ready or self.leaving or head.ended or settled or not able:
-            return
-        if now - self._claimed_at >= CLAIM_SECONDS and self.identity.peer_id not in head.banned:
-            self._claimed_at = now
-            claim = self.shell.say(
-                Claim(run_id=head.run_id, round=head.round, commit=head.id, state_root=head.state_root, wants=wants)
-            )
-            self._spawn(self._advertise_claim(claim.raw))
-            if not self._asked:
-                self._asked = True
-                groups = f"{wants} expert group{'s' if wants > 1 else ''}" if wants else "a place as a standby"
-                decides = "the next commit" if head.electorate.owners else "the start of the run"
-                self._say(f"asked for {groups}; {decides} decides")
-
-    async def _advertise_claim(self, raw: bytes) -> None:
-        """In the DHT too, for those whom a push does not reach."""
-        if self.contacts.directory is not None:
-            with contextlib.suppress(NetworkError):
-                await self.contacts.directory.publish("claims", raw, CLAIM_LIFETIME_SECONDS)
-
-    async def _read_claims(self) -> None:
-        """Take up claims from the DHT: whoever leads next may put them into its set."""
-        while True:
-            await asyncio.sleep(CLAIMS_READ_SECONDS)
-            if self.contacts.directory is None or self.chain.head.ended:
-                continue
-            with contextlib.suppress(NetworkError):
-                found = await self.contacts.directory.lookup("claims")
-                for raw in random.sample(found, min(len(found), RECORDS_READ_MAX)):
-                    self.shell.take_claim(raw)
-                    await asyncio.sleep(0)
+    def _may_claim(self) -> bool:
+        """A claim is a promise to train: others wait `grace` for each member in every round."""
+        return self.ready and not self.leaving and self.trainer is not None and self.trainer.is_ready
 
     def _wanted_groups(self) -> int:
         limit = self.manifest.ownership.per_peer_max
         return limit if self.options.groups is None else min(self.options.groups, limit)
-
-    def _release(self) -> None:
-        head = self.chain.head
-        if head.member(self.identity.peer_id) is not None:
-            self.shell.say(Release(run_id=head.run_id, epoch=head.epoch, round=head.round))
 
     async def _see_off(self) -> None:
         """Serve members who are a round behind: if all the others ended at once, nobody had the blobs they lack.
@@ -593,17 +551,3 @@ class Peer:
 
 def _failure_line(error: BaseException | None) -> str:
     return str(error) if isinstance(error, SpesError) else f"internal error: {type(error).__name__}: {error}"
-
-
-class _RunDirectory:
-    """The DHT seen from one run: its keys carry the run id."""
-
-    def __init__(self, directory: Directory, run_id: bytes) -> None:
-        self._directory = directory
-        self._run_id = run_id
-
-    async def publish(self, key: str, record_raw: bytes, lifetime_seconds: float) -> None:
-        await self._directory.publish(run_key(self._run_id, key), record_raw, lifetime_seconds)
-
-    async def lookup(self, key: str) -> list[bytes]:
-        return await self._directory.lookup(run_key(self._run_id, key))
