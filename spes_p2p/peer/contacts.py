@@ -14,6 +14,7 @@ from typing import Protocol
 
 from spes_p2p.crypto.envelope import seal, unseal
 from spes_p2p.crypto.keys import Identity
+from spes_p2p.net.directory import Directory, run_key
 from spes_p2p.net.transport import Transport
 from spes_protocols.codec import decode, encode
 from spes_protocols.errors import NetworkError, RemoteError
@@ -201,3 +202,17 @@ def _check_own(presence: Signed[Presence], peer: str) -> None:
     """Nobody says hello in another's name: who is heard of is sent records, and is called."""
     if presence.signer != peer:
         raise RemoteError("identity", f"a presence of {presence.signer} instead of its own", peer)
+
+
+class RunDirectory:
+    """The DHT seen from one run: its keys carry the run id."""
+
+    def __init__(self, directory: Directory, run_id: bytes) -> None:
+        self._directory = directory
+        self._run_id = run_id
+
+    async def publish(self, key: str, record_raw: bytes, lifetime_seconds: float) -> None:
+        await self._directory.publish(run_key(self._run_id, key), record_raw, lifetime_seconds)
+
+    async def lookup(self, key: str) -> list[bytes]:
+        return await self._directory.lookup(run_key(self._run_id, key))
