@@ -38,6 +38,15 @@ def build_parser() -> Parser:
         type=whole_number(0, 1024),
         help="expert groups to own (default: what the run allows; 0: stand by)",
     )
+    _network_flags(parser)
+    _machine_flags(parser)
+    flag(parser, "--archive", action="store_true", help="keep every blob of the run for replay")
+    flag(parser, "--rounds", type=whole_number(1, 2**40), metavar="N", help="stop once the run has finished N rounds")
+    flag(parser, "--plain", action="store_true", help="plain lines instead of the live view")
+    return parser
+
+
+def _network_flags(parser: Parser) -> None:
     flag(
         parser,
         "--listen",
@@ -55,6 +64,9 @@ def build_parser() -> Parser:
         metavar="ADDR",
         help="relay to be reachable through, for machines behind NAT; may be repeated",
     )
+
+
+def _machine_flags(parser: Parser) -> None:
     flag(
         parser,
         "--device",
@@ -100,10 +112,6 @@ def build_parser() -> Parser:
         metavar="GIB",
         help="disk to use for training data (default 20)",
     )
-    flag(parser, "--archive", action="store_true", help="keep every blob of the run for replay")
-    flag(parser, "--rounds", type=whole_number(1, 2**40), metavar="N", help="stop once the run has finished N rounds")
-    flag(parser, "--plain", action="store_true", help="plain lines instead of the live view")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
