@@ -98,7 +98,7 @@ def make_run(
     groups: int = 4,
     min_peers: int = 4,
     per_peer: int = 1,
-    steps: int = 30,
+    steps: int = 12,
     **rounds: Any,
 ) -> Run:
     """A run whose model trains in seconds; `rounds` are fields of the manifest's round rules."""
