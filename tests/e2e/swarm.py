@@ -9,6 +9,7 @@ Every wait has a deadline, and a failure carries the last lines of every program
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import itertools
 import json
@@ -144,6 +145,17 @@ def make_run(
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
+_C = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _in_the_child(limits: Callable[[], None] | None) -> None:
+    """End with the tests, even if they are killed; then what a test wants."""
+    _C.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if limits is not None:
+        limits()
+
+
 class Program:
     """One process and what it has printed so far, standard output and errors together."""
 
@@ -160,7 +172,7 @@ class Program:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=limits,  # noqa: PLW1509 - no threads of ours hold locks that a limit needs
+            preexec_fn=lambda: _in_the_child(limits),  # noqa: PLW1509 - it takes no locks that our threads hold
         )
         self._changed = threading.Condition()
         self._closed = False
