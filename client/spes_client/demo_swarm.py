@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import grpc
 
 from spes_client.ui import EXIT_CHECK_FAILED, EXIT_OK
+from spes_p2p.net.launch import launch
 from spes_p2p.store.files import disk_errors, make_directory
 from spes_protocols import control_pb2, control_pb2_grpc
 from spes_protocols.errors import SpesError
@@ -30,16 +31,6 @@ _END_SECONDS = 15.0
 _LOG_LINES = 5
 _LOG_BYTES = 4000
 _ADDRESS_MARK = "spes-join --peer "
-
-# The children must not outlive this process, not even after kill -9: Linux' parent-death signal (prctl 1) is set in the
-# child, which then becomes the program. If this process died before it was set, the child's parent is another one.
-_LAUNCHER = """
-import ctypes, os, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None, use_errno=True).prctl(1, 9, 0, 0, 0)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
 
 
 class DemoError(SpesError):
@@ -120,7 +111,7 @@ class Swarm:
     ) -> Child:  # fmt: skip
         with _new_log(log) as file:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), "-m", module, *arguments),
+                *launch([sys.executable, "-m", module, *arguments]),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE if prints_result else file,
                 stderr=file,

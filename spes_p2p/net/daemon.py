@@ -17,7 +17,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -27,6 +26,7 @@ from typing import IO
 
 from spes_p2p.net.addresses import check_announce, check_listen, parse_address
 from spes_p2p.net.control import Control
+from spes_p2p.net.launch import launch
 from spes_protocols.errors import NetworkError, UserError
 
 log = logging.getLogger(__name__)
@@ -42,18 +42,6 @@ _PAUSES_SECONDS = (0.1, 1.0, 3.0, 10.0, 30.0)
 _STEADY_SECONDS = 60.0
 _LOG_BYTES_MAX = 8 * 1024 * 1024
 _DIRECTORY_PREFIX = "spes-net-"
-
-# The daemon must not outlive us, not even after kill -9, and must not see the terminal's Ctrl-C, which ends us in an
-# orderly way that still needs it. The kernel's parent-death signal does the first. It has to be set in the child
-# between fork and exec; a `preexec_fn` would run Python in a forked copy of a process with threads, so this short
-# program sets it and becomes p2pd. If we died before it was set, the parent is another process by now.
-_LAUNCHER = """
-import ctypes, os, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None, use_errno=True).prctl(1, 9, 0, 0, 0)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,10 +168,10 @@ class Daemon:
             # With several threads go-libp2p now and then applies its small default limits to relayed connections
             # before it reads ours.
             environment["GOMAXPROCS"] = "1"
-        command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(_binary()), *self._flags()]
+        # Not the terminal's Ctrl-C either: it ends us in an orderly way that still needs the daemon.
         with self._open_log() as output:
             self._process = await asyncio.create_subprocess_exec(
-                *command,
+                *launch([str(_binary()), *self._flags()]),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

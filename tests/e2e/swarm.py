@@ -9,7 +9,6 @@ Every wait has a deadline, and a failure carries the last lines of every program
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import itertools
 import json
@@ -37,6 +36,7 @@ from spes_p2p.core.roots import state_root
 from spes_p2p.crypto.envelope import seal
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.delta.genesis import genesis_root
+from spes_p2p.net.launch import launch
 from spes_p2p.store.chain import Chain, Step
 from spes_p2p.store.rundir import RunDir, resolve_run_dir
 from spes_protocols import control_pb2, control_pb2_grpc, manifest
@@ -145,34 +145,20 @@ def make_run(
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-_C = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
-
-
-def _in_the_child(limits: Callable[[], None] | None) -> None:
-    """End with the tests, even if they are killed; then what a test wants."""
-    _C.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if limits is not None:
-        limits()
-
-
 class Program:
     """One process and what it has printed so far, standard output and errors together."""
 
-    def __init__(
-        self, name: str, arguments: Sequence[object], environment: dict[str, str], limits: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, name: str, arguments: Sequence[object], environment: dict[str, str]) -> None:
         self.name = name
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, *map(str, arguments)],
+            launch([sys.executable, *map(str, arguments)]),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=lambda: _in_the_child(limits),  # noqa: PLW1509 - it takes no locks that our threads hold
         )
         self._changed = threading.Condition()
         self._closed = False
@@ -319,9 +305,7 @@ class Swarm:
         if error is not None:
             error.add_note("\n\n".join(_tail(program) for program in self.programs))
 
-    def start(
-        self, name: str, *arguments: object, limits: Callable[[], None] | None = None, kind: type[Any] = Program
-    ) -> Any:
+    def start(self, name: str, *arguments: object, kind: type[Any] = Program) -> Any:
         """Start a program by its module or file."""
         environment = {
             **os.environ,
@@ -329,7 +313,7 @@ class Swarm:
             "PYTHONUNBUFFERED": "1",
             "TMPDIR": str(self.temporary),
         }
-        program = kind(name, arguments, environment, limits)
+        program = kind(name, arguments, environment)
         self.programs.append(program)
         return program
 
@@ -342,16 +326,14 @@ class Swarm:
         )  # fmt: skip
         return boot
 
-    def volunteer(
-        self, name: str, *peers: str, options: Sequence[object] = (), limits: Callable[[], None] | None = None
-    ) -> Volunteer:
+    def volunteer(self, name: str, *peers: str, options: Sequence[object] = ()) -> Volunteer:
         """A `spes-join`; the same name again means the same home."""
         home = self.run.folder / name
         addresses = itertools.chain.from_iterable(("--peer", peer) for peer in peers)
         volunteer: Volunteer = self.start(
             name, "-m", "spes_client.join", "--plain", "--dir", home, *addresses, "--threads", 1,
             "--listen", "/ip4/127.0.0.1/tcp/0", "--allow-source", self.run.folder, *options,
-            limits=limits, kind=Volunteer,
+            kind=Volunteer,
         )  # fmt: skip
         volunteer.home = home
         return volunteer

@@ -90,7 +90,8 @@ def test_a_full_disk(run: Run) -> None:
     with Swarm(run) as swarm:
         boot = swarm.bootstrap()
         limit = (FILE_BYTES_MAX, FILE_BYTES_MAX)
-        volunteer = swarm.volunteer("v", door(boot), limits=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+        volunteer = swarm.volunteer("v", door(boot))
+        resource.prlimit(volunteer.pid, resource.RLIMIT_FSIZE, limit)
         assert "disk full" in volunteer.error(2)
         assert not list((volunteer.run_dir.snapshots_dir).iterdir())
 
