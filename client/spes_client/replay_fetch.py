@@ -21,6 +21,7 @@ from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.peer import joining
 from spes_p2p.peer.contacts import Contacts
+from spes_p2p.peer.ledger_sync import LedgerReader
 from spes_p2p.peer.sync import CALL_SECONDS, Report, Syncer
 from spes_p2p.peer.worker import Worker
 from spes_p2p.replay.fetch import Wanted, first_whole_round, missing_blobs, wanted_blobs
@@ -178,10 +179,11 @@ class _Fetcher:
 
     async def _ledger(self, reached: Sequence[str]) -> None:
         problems = []
+        ledger = LedgerReader(self._transport, self._chain, self._report)
         peers = dict.fromkeys([*reached, *self._contacts.fresh()])
         for peer in peers:
             try:
-                await self._syncer.ledger_from(peer)
+                await ledger.read(peer)
             except (NetworkError, RemoteError) as error:
                 problems.append(str(error))
                 self._say(f"ledger of {peer}: {error}")

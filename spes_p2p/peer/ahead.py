@@ -11,7 +11,7 @@ import random
 import time
 
 from spes_p2p.peer.contacts import CONTACTS_MAX, Contacts
-from spes_p2p.peer.sync import Syncer
+from spes_p2p.peer.ledger_sync import LedgerReader
 from spes_p2p.store.chain import Chain
 from spes_protocols.errors import NetworkError, RemoteError
 
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 class Ahead:
     """Finds the peers of one run whose ledger goes on where ours ends."""
 
-    def __init__(self, chain: Chain, contacts: Contacts, syncer: Syncer) -> None:
+    def __init__(self, chain: Chain, contacts: Contacts, ledger: LedgerReader) -> None:
         self._chain = chain
         self._contacts = contacts
-        self._syncer = syncer
+        self._ledger = ledger
         self._unhelpful: dict[str, tuple[float, float]] = {}
 
     def may_be(self, peer: str) -> bool:
@@ -77,7 +77,7 @@ class Ahead:
 
     async def _has_more(self, peer: str) -> bool:
         try:
-            has_more = await self._syncer.has_more(peer)
+            has_more = await self._ledger.has_more(peer)
         except (NetworkError, RemoteError) as error:
             log.info("ledger of %s: %s", peer, error)
             has_more = False

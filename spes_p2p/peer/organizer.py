@@ -24,20 +24,18 @@ from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer import joining
+from spes_p2p.peer.ledger_sync import LedgerReader
 from spes_p2p.store.chain import Chain
 from spes_p2p.store.ledger_db import LedgerDB
-from spes_protocols.codec import decode, encode
+from spes_protocols.codec import decode
 from spes_protocols.errors import NetworkError, RemoteError, UserError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Ban, Claim, End, Presence, Reset, Signed, Start
 from spes_protocols.requests import (
-    CHAIN,
     CLAIMS,
     HELLO,
     MANIFEST,
     PUSH,
-    ChainReply,
-    ChainRequest,
     ClaimsReply,
     HelloReply,
 )
@@ -180,12 +178,13 @@ async def _read(chain: Chain, transport: Transport, visitor: Identity, reached: 
         state_root=b"",
         expires=int(time.time()) + 60,
     )
+    ledger = LedgerReader(transport, chain, report=lambda what, share: None)
     known: dict[str, tuple[str, ...]] = {}
     problems = []
     for peer in reached:
         try:
             there = await _who_is_there(chain, transport, seal(own, visitor).raw, peer)
-            await _read_ledger(chain, transport, peer)
+            await ledger.read(peer)
             known.update(there)
         except (NetworkError, RemoteError) as error:  # one that lies or is silent is not in the organizer's way
             problems.append(f"{peer}: {error}")
@@ -201,18 +200,6 @@ async def _who_is_there(chain: Chain, transport: Transport, hello: bytes, peer: 
     reply = decode(HelloReply, await transport.call(peer, HELLO, hello, timeout_seconds=CALL_SECONDS), peer=peer)
     presences = [unseal(envelope, Presence, peer=peer) for envelope in reply.presences]
     return {p.signer: p.record.addresses for p in presences if p.record.run_id == chain.run_id}
-
-
-async def _read_ledger(chain: Chain, transport: Transport, peer: str) -> None:
-    """Append what a peer has beyond our head."""
-    while True:
-        request = encode(ChainRequest(first=chain.length))
-        answer = await transport.call(peer, CHAIN, request, timeout_seconds=CALL_SECONDS)
-        entries = decode(ChainReply, answer, peer=peer).entries
-        for entry in entries:
-            chain.append(chain.check(entry.kind, entry.data))
-        if not entries:
-            return
 
 
 async def _answering(visit: _Visit, peers: Sequence[str]) -> set[str]:

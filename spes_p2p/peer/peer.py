@@ -29,6 +29,7 @@ from spes_p2p.peer.claims import Claims
 from spes_p2p.peer.contacts import LIFETIME_SECONDS, Contacts, RunDirectory
 from spes_p2p.peer.contribution import Publisher
 from spes_p2p.peer.control import ControlServer
+from spes_p2p.peer.ledger_sync import LedgerReader
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.outbox import Outbox
 from spes_p2p.peer.service import Service
@@ -103,7 +104,8 @@ class Peer:
             self.manifest, transport, self.contacts, self.chain, self.states, self.blobs, self.worker,
             report=self._report, log=self.note,
         )  # fmt: skip
-        self._ahead = Ahead(self.chain, self.contacts, self.syncer)
+        self._ledger = LedgerReader(transport, self.chain, self._report)
+        self._ahead = Ahead(self.chain, self.contacts, self._ledger)
         self.shell = Shell(
             identity, self.chain, self.syncer, self.worker, self.outbox,
             everyone=self._everyone, computes=options.computes, on_head=self._on_head, on_behind=self._on_behind,
@@ -287,7 +289,7 @@ class Peer:
     async def _ledger_from(self, peer: str) -> None:
         came = 0
         try:
-            came = await self.syncer.ledger_from(peer)
+            came = await self._ledger.read(peer)
             if came > 1:  # a single one is what a peer next to the others misses now and then
                 self._say(
                     f"read {came} records of the ledger from …{peer[-6:]}: now before round {self.chain.head.round}"

@@ -1,10 +1,9 @@
-"""Catching up: the ledger from whoever has it, then the global state the ledger names (SPEC 8).
+"""Catching up: the global state that the ledger names, from whoever has it (SPEC 8).
 
-    CHAIN --every record checked--> head --> newest state here or a snapshot from several holders --> blobs of the
-    rounds since --apply--> the state root that the head names
+    newest state here, or a snapshot from several holders --> blobs of the rounds since --apply--> the head's state root
 
-Nothing that arrives is trusted: a wrong record, leaf or blob is dropped with the name of its sender, and the next
-holder is asked. What was fetched before an interruption is not fetched again.
+Nothing that arrives is trusted: a wrong leaf or blob is dropped with the name of its sender, and the next holder is
+asked. What was fetched before an interruption is not fetched again.
 """
 
 from __future__ import annotations
@@ -30,14 +29,11 @@ from spes_protocols.errors import IntegrityError, NetworkError, RemoteError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Section, SnapshotIndex
 from spes_protocols.requests import (
-    CHAIN,
     INDEX,
     LEAVES,
     LEAVES_MAX,
     SNAPSHOTS,
     SNAPSHOTS_MAX,
-    ChainReply,
-    ChainRequest,
     IndexRequest,
     Leaf,
     LeavesRequest,
@@ -45,9 +41,6 @@ from spes_protocols.requests import (
 )
 
 CALL_SECONDS = 20.0
-LEDGER_SECONDS = 60.0
-"""How long one peer may let us wait for its ledger in all; another has it too."""
-
 IDLE_SECONDS = 15.0
 HOLDERS_AT_ONCE = 4
 ASKED_AT_ONCE = 64
@@ -62,7 +55,7 @@ Report = Callable[[str, float], None]
 
 
 class Syncer:
-    """Brings one run's ledger and state up to date from other peers."""
+    """Brings one run's state up to date from other peers."""
 
     def __init__(
         self,
@@ -87,37 +80,6 @@ class Syncer:
         self._report = report
         self._log = log
         self._under_way: dict[bytes, asyncio.Lock] = {}
-
-    # ---- the ledger --------------------------------------------------------------------------------------------
-
-    async def ledger_from(self, peer: str) -> int:
-        """Append what `peer` has beyond our head; returns how many records. Raises `NetworkError`, `RemoteError`."""
-        came, waited = 0, 0.0
-        while True:
-            asked = time.monotonic()
-            reply = await self._ledger_part(peer)
-            waited += time.monotonic() - asked
-            for entry in reply.entries:
-                step = self._chain.check(entry.kind, entry.data)
-                self._chain.append(step)
-                came += 1
-                self._report("reading the ledger", self._chain.length / max(reply.length, 1))
-                await asyncio.sleep(0)
-            if not reply.entries or waited > LEDGER_SECONDS:
-                return came
-
-    async def has_more(self, peer: str) -> bool:
-        """Whether a peer's ledger really goes on where ours ends. Raises `NetworkError`, `RemoteError`."""
-        entries = (await self._ledger_part(peer)).entries
-        if entries:
-            self._chain.check(entries[0].kind, entries[0].data)
-        return bool(entries)
-
-    async def _ledger_part(self, peer: str) -> ChainReply:
-        request = encode(ChainRequest(first=self._chain.length))
-        return decode(
-            ChainReply, await self._transport.call(peer, CHAIN, request, timeout_seconds=CALL_SECONDS), peer=peer
-        )
 
     # ---- blobs -------------------------------------------------------------------------------------------------
 
