@@ -10,6 +10,7 @@ from spes_p2p.crypto.envelope import unseal
 from spes_p2p.peer.shell import Shell
 from spes_p2p.store.blobs import BlobStore
 from spes_p2p.store.chain import Chain
+from spes_p2p.store.files import remove
 from spes_p2p.store.rundir import RunDir
 from spes_protocols import control_pb2
 from spes_protocols.codec import decode
@@ -41,7 +42,7 @@ class Publisher:
                 assert found == section.digest, f"{path} is not what the trainer wrote"
         finally:
             for path in paths:
-                path.unlink(missing_ok=True)
+                remove(path)
         self.seconds["train"] = self.seconds.get("train", 0.0) + done.train_seconds
         self.seconds["encode"] = self.seconds.get("encode", 0.0) + done.encode_seconds
         if head.id != self._chain.head.id:

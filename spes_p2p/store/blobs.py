@@ -11,9 +11,9 @@ import os
 import re
 from pathlib import Path
 
-from spes_p2p.store.files import NewFile, disk_errors, make_directory, rename_synced
+from spes_p2p.store.files import NewFile, make_directory, remove, rename_synced, sync
 from spes_protocols.codec import sha256
-from spes_protocols.errors import IntegrityError, RemoteError
+from spes_protocols.errors import IntegrityError, RemoteError, UserError
 
 RANGE_BYTES_MAX = 16 * 1024 * 1024
 """`read_range` gives no more at once, whatever a peer asks for."""
@@ -73,10 +73,13 @@ class BlobStore:
         with partial.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").digest()
             if found == digest:
-                with disk_errors(partial):
-                    os.fsync(file.fileno())
+                try:
+                    sync(file, partial)
+                except UserError:
+                    remove(partial)  # what could not be synced once counts as synced the next time, and is not
+                    raise
         if found != digest:
-            partial.unlink()
+            remove(partial)
             raise RemoteError("blob_digest", f"blob {digest.hex()} was received with digest {found.hex()}")
         rename_synced(partial, self.path(digest))
 
@@ -101,8 +104,8 @@ class BlobStore:
 
     def remove(self, digest: bytes) -> None:
         """Remove a blob and any download of it."""
-        self.path(digest).unlink(missing_ok=True)
-        self.partial(digest).unlink(missing_ok=True)
+        remove(self.path(digest))
+        remove(self.partial(digest))
 
     def digests(self) -> list[bytes]:
         """The digests of all whole blobs, in ascending order."""

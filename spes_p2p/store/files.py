@@ -13,15 +13,55 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 from spes_protocols.errors import UserError
 
 _TEMPORARY_PREFIX = ".new-"
 
 
+class Disk:
+    """The effects that stores have on files, one method each: what a crash may come before or after.
+
+    All of them go through `disk`. The crash tests put another in its place, to fail or to stop at the n-th effect.
+    """
+
+    def create(self, path: Path) -> BinaryIO:
+        """A new, empty file, open for writing."""
+        return path.open("xb")
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        """Append to an open file, or write where it stands."""
+        file.write(data)
+
+    def sync(self, file: BinaryIO) -> None:
+        """Make the bytes of an open file survive a power cut."""
+        file.flush()
+        os.fsync(file.fileno())
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file another name, replacing what had it."""
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; one that is not there is fine."""
+        path.unlink(missing_ok=True)
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the names in a directory survive a power cut."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+disk = Disk()
+
+
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn a full disk, a quota, a size limit or missing rights met while writing `path` into a `UserError`."""
+    """Turn a disk that is full, fails, or may not be written, met while writing `path`, into a `UserError`."""
     try:
         yield
     except OSError as error:
@@ -29,6 +69,8 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise UserError(f"disk full while writing {path}: free some space and run the same command again") from None
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR):
             raise UserError(f"cannot write {path}: {error.strerror}; give another --dir") from None
+        if error.errno == errno.EIO:
+            raise UserError(f"the disk fails while writing {path}: check it, then run the same command again") from None
         raise
 
 
@@ -48,20 +90,31 @@ def make_directory(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames and removals in a directory survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sync(file: BinaryIO, path: Path) -> None:
+    """Make the bytes of the open file at `path` survive a power cut. Raises `UserError`."""
+    with disk_errors(path):
+        disk.sync(file)
 
 
 def rename_synced(source: Path, target: Path) -> None:
     """Give a finished, synced file its final name in the same directory, for good."""
     with disk_errors(target):
-        os.replace(source, target)
-        sync_directory(target.parent)
+        disk.rename(source, target)
+        disk.sync_directory(target.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if it is there. A power cut may bring it back."""
+    with disk_errors(path):
+        disk.unlink(path)
+
+
+def remove_synced(path: Path) -> None:
+    """Remove a file, if it is there, for good."""
+    if path.exists():
+        remove(path)
+        with disk_errors(path.parent):
+            disk.sync_directory(path.parent)
 
 
 class NewFile:
@@ -70,7 +123,7 @@ class NewFile:
     def __init__(self, directory: Path) -> None:
         self.path = directory / f"{_TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         with disk_errors(directory):
-            self._file = self.path.open("xb")
+            self._file = disk.create(self.path)
 
     def __enter__(self) -> NewFile:
         return self
@@ -78,24 +131,22 @@ class NewFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            # Closing flushes; where the disk is full that fails once more, and the first error is the one to show.
-            with contextlib.suppress(OSError):
-                self._file.close()
-        finally:
-            self.path.unlink(missing_ok=True)
+        # Closing flushes; where the disk is full that fails once more, and the first error is the one to show. A file
+        # that cannot be removed now is removed at the next start.
+        with contextlib.suppress(OSError):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            disk.unlink(self.path)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes. Raises `UserError` when the disk is full."""
         with disk_errors(self.path.parent):
-            self._file.write(data)
+            disk.write(self._file, data)
 
     def publish(self, path: Path) -> None:
         """Sync what was written and give it its name, replacing what was there."""
-        with disk_errors(path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+        sync(self._file, path)
+        self._file.close()
         rename_synced(self.path, path)
 
 
@@ -109,4 +160,4 @@ def atomic_write(path: Path, data: bytes) -> None:
 def remove_unfinished(directory: Path) -> None:
     """Remove what a killed process left half-written; only for whoever holds the run's lock."""
     for path in directory.glob(f"{_TEMPORARY_PREFIX}*"):
-        path.unlink(missing_ok=True)
+        remove(path)

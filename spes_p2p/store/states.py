@@ -24,9 +24,11 @@ from spes_p2p.store.files import (
     atomic_write,
     disk_errors,
     make_directory,
+    remove,
+    remove_synced,
     rename_synced,
     require_space,
-    sync_directory,
+    sync,
 )
 from spes_protocols.codec import RECORD_BYTES_MAX, decode, encode
 from spes_protocols.errors import IntegrityError, RemoteError, UserError
@@ -225,8 +227,7 @@ class Receiver:
         assert not self._missing, "a state has all its leaves"
         with disk_errors(self._path), self._path.open("r+b") as file:
             file.write(self._store.layout.header)
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file, self._path)
         self._store.forget_index(self._index.round)
         rename_synced(self._path, self._store.path(self._index.round))
         self._store.put_index(self._index)
@@ -340,14 +341,14 @@ class StateStore:
     def remove(self, round: int) -> None:
         """Remove a state and any download of it."""
         self.forget_index(round)
-        self.path(round).unlink(missing_ok=True)
-        self.partial(round).unlink(missing_ok=True)
+        remove(self.path(round))
+        remove(self.partial(round))
 
     def remove_partials(self, rounds: Container[int]) -> None:
         """Remove downloads of these rounds that never came to an end."""
         for path in self.directory.glob("*.partial"):
             if path.stem.isdecimal() and int(path.stem) in rounds:
-                path.unlink(missing_ok=True)
+                remove(path)
 
     def put_index(self, index: SnapshotIndex) -> None:
         """Make a state whose file is in place count."""
@@ -355,7 +356,4 @@ class StateStore:
 
     def forget_index(self, round: int) -> None:
         """Make a state not count before its file is touched."""
-        path = self.index_path(round)
-        if path.exists():
-            path.unlink()
-            sync_directory(self.directory)
+        remove_synced(self.index_path(round))
