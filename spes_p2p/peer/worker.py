@@ -188,6 +188,16 @@ def _do(run_dir: RunDir, job: Job, threads: int) -> Result:
         return Result(root=state_root(writer.commit()))
 
 
+def answer(run_dir: RunDir, job: Job, threads: int) -> Result:
+    """Do a job; what goes wrong is in the result."""
+    try:
+        return _do(run_dir, job, threads)
+    except UserError as error:
+        return Result(error=str(error))
+    except (SpesError, OSError, MemoryError) as error:
+        return Result(error=f"{type(error).__name__}: {error}"[:500])
+
+
 def _read(stream: BinaryIO) -> bytes | None:
     size = stream.read(4)
     return stream.read(int.from_bytes(size, "big")) if len(size) == 4 else None
@@ -200,14 +210,8 @@ def main(arguments: list[str]) -> int:
     os.dup2(2, 1)  # whatever prints must not print into the answers
     while (data := _read(source)) is not None:
         job = decode(Job, data, bytes_max=JOB_BYTES_MAX)
-        try:
-            result = _do(run_dir, job, threads)
-        except (SpesError, OSError, MemoryError) as error:
-            result = Result(
-                error=f"{type(error).__name__}: {error}"[:500] if not isinstance(error, UserError) else str(error)
-            )
-        answer = encode(result)
-        sink.write(len(answer).to_bytes(4, "big") + answer)
+        result = encode(answer(run_dir, job, threads))
+        sink.write(len(result).to_bytes(4, "big") + result)
         sink.flush()
     return 0
 
