@@ -22,14 +22,12 @@ from spes_p2p.core.roots import leaf_digest, state_root
 from spes_p2p.store.files import (
     NewFile,
     atomic_write,
-    disk_errors,
     make_directory,
     remove,
     remove_synced,
-    rename_synced,
     require_space,
-    sync,
 )
+from spes_p2p.store.receiver import Receiver, read_arrived, read_index
 from spes_protocols.codec import RECORD_BYTES_MAX, decode, encode
 from spes_protocols.errors import IntegrityError, RemoteError, UserError
 from spes_protocols.messages import SnapshotIndex, TensorIndex
@@ -41,6 +39,7 @@ Specs = Sequence[tuple[str, tuple[int, ...]]]
 FloatArray = npt.NDArray[np.float32]
 
 _HEADER_ALIGNMENT = 64
+_ROOTS_KEPT = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,65 +173,6 @@ class Writer:
         return index
 
 
-class Receiver:
-    """Collects a state leaf by leaf from peers; what is on disk from an earlier try is checked and kept.
-
-    The caller has compared `state_root(index)` with a commit; after that every leaf that fits the index is right,
-    whoever sent it.
-    """
-
-    def __init__(self, store: StateStore, index: SnapshotIndex) -> None:
-        self._store = store
-        self._index = index
-        self._path = store.partial(index.round)
-        # The file is sparse at first: a leaf never received hashes wrong like a damaged one, so no list of what has
-        # arrived needs to be kept in step with it.
-        leaves = self._wrong_leaves() if self._path.exists() else list(store.layout.leaves())
-        self._missing = dict.fromkeys(leaves)
-        require_space(store.directory, sum(self._extent(*leaf)[1] for leaf in leaves))
-        with disk_errors(self._path):
-            self._path.touch()
-            os.truncate(self._path, store.layout.file_bytes)
-
-    def _extent(self, tensor: int, leaf: int) -> tuple[int, int]:
-        return self._store.layout.tensors[tensor].leaf(leaf)
-
-    def _wrong_leaves(self) -> list[tuple[int, int]]:
-        wrong = []
-        with self._path.open("rb") as file:
-            for tensor, leaf in self._store.layout.leaves():
-                offset, size = self._extent(tensor, leaf)
-                data = os.pread(file.fileno(), size, offset)
-                if leaf_digest(data) != self._index.tensors[tensor].leaves[leaf]:
-                    wrong.append((tensor, leaf))
-        return wrong
-
-    def missing(self) -> list[tuple[int, int]]:
-        """(tensor number, leaf number) of every leaf still to fetch, in the order of the file."""
-        return list(self._missing)
-
-    def put(self, tensor: int, leaf: int, data: bytes) -> None:
-        """Store one leaf that was missing. Raises `RemoteError` with check `blob_digest` if it is not the right one."""
-        offset, size = self._extent(tensor, leaf)
-        expected = self._index.tensors[tensor]
-        if len(data) != size or leaf_digest(data) != expected.leaves[leaf]:
-            raise RemoteError("blob_digest", f"leaf {leaf} of tensor {expected.name} is not the one asked for")
-        with disk_errors(self._path), self._path.open("r+b") as file:
-            file.seek(offset)
-            file.write(data)
-        self._missing.pop((tensor, leaf), None)
-
-    def finish(self) -> None:
-        """Publish the state; nothing may be missing."""
-        assert not self._missing, "a state has all its leaves"
-        with disk_errors(self._path), self._path.open("r+b") as file:
-            file.write(self._store.layout.header)
-            sync(file, self._path)
-        self._store.forget_index(self._index.round)
-        rename_synced(self._path, self._store.path(self._index.round))
-        self._store.put_index(self._index)
-
-
 class StateStore:
     """The global states of one run in one directory, which is made if missing.
 
@@ -242,6 +182,7 @@ class StateStore:
     def __init__(self, directory: Path, specs: Specs) -> None:
         self.directory = directory
         self.layout = Layout.of(specs)
+        self._roots: dict[tuple[int, int, int, int], bytes] = {}
         make_directory(directory)
 
     def path(self, round: int) -> Path:
@@ -255,6 +196,14 @@ class StateStore:
     def partial(self, round: int) -> Path:
         """Where a download of S_round grows."""
         return self.directory / f"{round}.partial"
+
+    def wanted_path(self, round: int) -> Path:
+        """The index of the state that is being downloaded."""
+        return self.directory / f"{round}.wanted"
+
+    def arrived_path(self, round: int) -> Path:
+        """What of that download is on disk for good."""
+        return self.directory / f"{round}.arrived"
 
     @contextlib.contextmanager
     def writer(self, round: int) -> Iterator[Writer]:
@@ -272,6 +221,40 @@ class StateStore:
         if problem:
             raise RemoteError("shapes", f"snapshot of round {index.round}: {problem}")
         return Receiver(self, index)
+
+    def wanted(self, round: int) -> SnapshotIndex | None:
+        """The index of an unfinished download of S_round, None if there is none."""
+        index = read_index(self.wanted_path(round))
+        return index if index is not None and not self.layout.mismatch(index) else None
+
+    def arrived(self, round: int, root: bytes) -> bytes | None:
+        """A bit for each leaf of an unfinished download of the state with this root; None if nothing is noted."""
+        if not self.partial(round).exists():
+            return None
+        return read_arrived(self.arrived_path(round), root, sum(extent.leaves for extent in self.layout.tensors))
+
+    def bytes_lacking(self, round: int, root: bytes) -> int:
+        """How much of the state with this root an unfinished download has still to fetch, as far as it is noted."""
+        noted = self.arrived(round, root)
+        if noted is None:
+            return self.layout.file_bytes
+        return sum(
+            self.layout.tensors[tensor].leaf(leaf)[1]
+            for number, (tensor, leaf) in enumerate(self.layout.leaves())
+            if not noted[number // 8] >> number % 8 & 1
+        )
+
+    def sources(self, round: int) -> Iterator[tuple[Path, SnapshotIndex]]:
+        """Files here, other than S_round's, that may hold leaves of it, with their indices: whole states first."""
+        for other in reversed(self.rounds()):
+            index = read_index(self.index_path(other))
+            if other != round and index is not None and not self.layout.mismatch(index):
+                yield self.path(other), index
+        for path in self.directory.glob("*.partial"):
+            if path.stem.isdecimal() and int(path.stem) != round:
+                index = self.wanted(int(path.stem))
+                if index is not None:
+                    yield path, index
 
     def rounds(self) -> list[int]:
         """The rounds whose state is here, in ascending order."""
@@ -299,6 +282,26 @@ class StateStore:
         if problem or index.round != round:
             raise IntegrityError("shapes", str(path), problem or f"it is the index of round {index.round}")
         return index
+
+    def root(self, round: int) -> bytes:
+        """The state root of S_round by its index, which is read again only when it has changed.
+
+        Raises as `index` does.
+        """
+        try:
+            stat = self.index_path(round).stat()
+        except FileNotFoundError:
+            raise UserError(f"there is no snapshot of round {round} in {self.directory}") from None
+        mark = (round, stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        if mark not in self._roots:
+            self._roots[mark] = state_root(self.index(round))
+            while len(self._roots) > _ROOTS_KEPT:
+                del self._roots[next(iter(self._roots))]
+        return self._roots[mark]
+
+    def total_bytes(self) -> int:
+        """What the directory takes on disk, downloads as far as they have come, in bytes."""
+        return sum(entry.stat().st_blocks * 512 for entry in os.scandir(self.directory) if entry.is_file())
 
     def index_bytes(self, round: int) -> bytes:
         """The index of S_round as it is on disk, unchecked; nothing if it is not here."""
@@ -342,13 +345,17 @@ class StateStore:
         """Remove a state and any download of it."""
         self.forget_index(round)
         remove(self.path(round))
-        remove(self.partial(round))
+        self._remove_partial(round)
 
     def remove_partials(self, rounds: Container[int]) -> None:
         """Remove downloads of these rounds that never came to an end."""
         for path in self.directory.glob("*.partial"):
             if path.stem.isdecimal() and int(path.stem) in rounds:
-                remove(path)
+                self._remove_partial(int(path.stem))
+
+    def _remove_partial(self, round: int) -> None:
+        for path in (self.partial(round), self.wanted_path(round), self.arrived_path(round)):
+            remove(path)
 
     def put_index(self, index: SnapshotIndex) -> None:
         """Make a state whose file is in place count."""
