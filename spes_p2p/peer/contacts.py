@@ -16,6 +16,7 @@ from spes_p2p.crypto.envelope import seal, unseal
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.directory import Directory, run_key
 from spes_p2p.net.transport import Transport
+from spes_p2p.peer.recorder import SILENT, Recorder
 from spes_protocols.codec import decode, encode
 from spes_protocols.errors import NetworkError, RemoteError
 from spes_protocols.messages import Presence, Signed
@@ -57,6 +58,7 @@ class Contacts:
         *,
         describe: Callable[[], Awaitable[Presence]],
         on_presence: Callable[[Signed[Presence]], None],
+        events: Recorder = SILENT,
     ) -> None:
         self.directory: DirectoryLike | None = None
         self._transport = transport
@@ -64,6 +66,7 @@ class Contacts:
         self._run_id = run_id
         self._describe = describe
         self._on_presence = on_presence
+        self._events = events
         self._known: dict[str, Signed[Presence]] = {}
         self._heard: dict[str, float] = {}
         self._hello_sent: dict[str, float] = {}
@@ -135,7 +138,9 @@ class Contacts:
         try:
             async with self._places:
                 await self.hello(peer)
-        except (NetworkError, RemoteError):
+            self._events.hello(peer)
+        except (NetworkError, RemoteError) as error:
+            self._events.hello(peer, error)
             self._failures[peer] = failures + 1
 
     async def hello_all(self, peers: Iterable[str] | None = None) -> None:
@@ -148,6 +153,8 @@ class Contacts:
         published = -1e9
         while True:
             await self.hello_all()
+            with contextlib.suppress(NetworkError):
+                self._events.links(await self._transport.links())
             if self.directory is not None:
                 try:
                     if time.monotonic() - published >= LIFETIME_SECONDS / 3:
@@ -185,6 +192,7 @@ class Contacts:
             if not direct:
                 return
             self._forget_one()
+        self._events.presence(peer, None if known is None else known.record, record)
         self._known[peer] = signed
         self._transport.add_address(peer, list(record.addresses))
         if direct:
@@ -194,6 +202,7 @@ class Contacts:
     def _forget_one(self) -> None:
         """Make room for a peer that speaks to us, at the cost of the one that has been silent for longest."""
         silent = min(self._known, key=lambda peer: self._heard.get(peer, -1e9))
+        self._events.forgot(silent)
         for table in (self._known, self._hello_sent, self._failures):
             table.pop(silent, None)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterable
 
 from spes_p2p.net.transport import Transport
+from spes_p2p.peer.recorder import Recorder
 from spes_protocols.errors import NetworkError, RemoteError
 from spes_protocols.requests import PUSH
 
@@ -23,9 +25,10 @@ IDLE_SECONDS = 60.0
 class Outbox:
     """Pushes envelopes to peers; `on_refused` hears of records that a peer refused."""
 
-    def __init__(self, transport: Transport, on_refused: Callable[[str, RemoteError], None]) -> None:
+    def __init__(self, transport: Transport, on_refused: Callable[[str, RemoteError], None], events: Recorder) -> None:
         self._transport = transport
         self._on_refused = on_refused
+        self._events = events
         self._queues: dict[str, asyncio.Queue[bytes]] = {}
         self._senders: dict[str, asyncio.Task[None]] = {}
         self._unreachable: set[str] = set()
@@ -37,7 +40,7 @@ class Outbox:
                 continue
             queue = self._queues.setdefault(peer, asyncio.Queue(QUEUE_MAX))
             if queue.full():
-                queue.get_nowait()
+                self._events.dropped(peer, queue.get_nowait(), "too many records wait for this peer")
             queue.put_nowait(raw)
             sender = self._senders.get(peer)
             if sender is None or sender.done():
@@ -64,16 +67,20 @@ class Outbox:
                     raw = await queue.get()
             except TimeoutError:
                 return
+            since = time.monotonic()
             try:
                 await self._transport.call(peer, PUSH, raw, timeout_seconds=CALL_SECONDS)
+                self._events.sent(peer, raw, since)
                 self._unreachable.discard(peer)
             except RemoteError as error:
+                self._events.sent(peer, raw, since, error)
                 self._unreachable.discard(peer)
                 self._on_refused(peer, error)
-            except NetworkError:
+            except NetworkError as error:
+                self._events.sent(peer, raw, since, error)
                 self._unreachable.add(peer)
                 while not queue.empty():  # it is unreachable: do not wait for each of these in turn
-                    queue.get_nowait()
+                    self._events.dropped(peer, queue.get_nowait(), "the record before it could not be pushed either")
                     queue.task_done()
             finally:
                 queue.task_done()

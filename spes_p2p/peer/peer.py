@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from spes_p2p import __version__
 from spes_p2p.core.assignment import member_sequences
 from spes_p2p.core.ledger import CLAIMS_MAX, start_record
 from spes_p2p.crypto.envelope import seal
@@ -32,12 +33,14 @@ from spes_p2p.peer.control import ControlServer
 from spes_p2p.peer.ledger_sync import LedgerReader
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.outbox import Outbox
+from spes_p2p.peer.recorder import Recorder
 from spes_p2p.peer.service import Service
 from spes_p2p.peer.shell import Shell
 from spes_p2p.peer.sync import Syncer
 from spes_p2p.peer.trainer_link import TrainerLink
 from spes_p2p.peer.worker import Worker
 from spes_p2p.store.chain import Chain, Step
+from spes_p2p.store.events import EventLog
 from spes_p2p.store.rundir import RunDir
 from spes_protocols import control_pb2
 from spes_protocols.errors import NetworkError, RemoteError, SpesError, UserError, printable
@@ -79,6 +82,9 @@ class Peer:
         self.states = run_dir.states()
         self.db = run_dir.ledger()
         self.chain = Chain(self.manifest, run_dir.run_id, self.db)
+        whose = {"peer": identity.peer_id, "run": run_dir.run_id.hex(), "version": __version__}
+        self.event_log = EventLog(run_dir.events_path, whose)
+        self.events = Recorder(self.event_log.write)
         self.errors: deque[str] = deque(maxlen=ERRORS_KEPT)
         self.losses: deque[tuple[int, float]] = deque(maxlen=500)
         self.progress: tuple[str, float] = ("", -1.0)
@@ -97,9 +103,10 @@ class Peer:
 
         self.worker = Worker(run_dir, options.worker_threads, self.note)
         self.contacts = Contacts(
-            transport, identity, run_dir.run_id, describe=self._presence, on_presence=self._on_presence
+            transport, identity, run_dir.run_id, describe=self._presence, on_presence=self._on_presence,
+            events=self.events,
         )  # fmt: skip
-        self.outbox = Outbox(transport, self._on_refused)
+        self.outbox = Outbox(transport, self._on_refused, self.events)
         self.syncer = Syncer(
             self.manifest, transport, self.contacts, self.chain, self.states, self.blobs, self.worker,
             report=self._report, log=self.note,
@@ -110,6 +117,7 @@ class Peer:
             identity, self.chain, self.syncer, self.worker, self.outbox,
             everyone=self._everyone, computes=options.computes, on_head=self._on_head, on_behind=self._on_behind,
             on_help=lambda peer: self._spawn(self.contacts.hello_soon(peer)), on_cut=self._on_cut, log=self.note,
+            events=self.events,
         )  # fmt: skip
         self.claims = Claims(
             identity.peer_id, self._wanted_groups(), self.chain, self.shell, self.contacts,
@@ -121,7 +129,7 @@ class Peer:
             self.trainer = TrainerLink(
                 run_dir.path, options.trainer,
                 make_task=self._train_task, on_done=self.publisher.on_done, on_change=self._changed,
-                on_hopeless=self._give_up, say=say, log=self.note,
+                on_hopeless=self._give_up, say=say, log=self.note, events=self.events,
             )  # fmt: skip
         self.control = ControlServer(
             run_dir, status=self.status, leave=self.leave, trainer=self.trainer,
@@ -141,6 +149,7 @@ class Peer:
                 on_hello=self.contacts.on_hello, on_push=self._on_push,
                 claims=lambda: [claim.raw for claim in self.shell.participant.claims()],
             )  # fmt: skip
+            self.events.started(self.options.role, self.chain.head)
             await self.control.start()
             if not await self._unless_left(self._join(peers)):
                 return
@@ -202,6 +211,8 @@ class Peer:
         if self._directory is not None:
             await self._directory.close()
         self.db.close()
+        self.events.stopped(self.failure)
+        self.event_log.close()
 
     def leave(self) -> None:
         """Leave after this round: give the groups back in its commit. At once when there is nothing to give back."""
@@ -243,6 +254,7 @@ class Peer:
             self._noted_at = now
             self._say(line)
         self.errors.append(line)
+        self.events.noted(line)
         self._changed()
 
     # ---- catching up -------------------------------------------------------------------------------------------
@@ -327,9 +339,13 @@ class Peer:
 
     async def _on_push(self, sender: str, raw: bytes) -> bytes:
         self.contacts.heard_from(sender)
-        if not self.ready:
-            raise RemoteError("busy", "this peer is still catching up")
-        return await self.shell.on_push(sender, raw)
+        try:
+            if not self.ready:
+                raise RemoteError("busy", "this peer is still catching up")
+            return await self.shell.on_push(sender, raw)
+        except RemoteError as error:
+            self.events.turned_away(sender, raw, error)
+            raise
 
     async def _on_head(self, step: Step | None) -> None:
         """The ledger moved on (the shell holds the lock)."""

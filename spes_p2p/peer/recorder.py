@@ -323,7 +323,7 @@ class Recorder:
 
     def presence(self, peer: str, before: Presence | None, now: Presence) -> None:
         """A presence was heard, after this one or none."""
-        if before is None or before.addresses != now.addresses or before.role != now.role:
+        if before is None or set(before.addresses) != set(now.addresses) or before.role != now.role:
             what = "new" if before is None else "moved"
             addresses = tuple(_text(address) for address in now.addresses[:HOLDERS_MAX])
             self._put(events.Contact(peer=peer, what=what, role=now.role, addresses=addresses))

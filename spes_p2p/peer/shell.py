@@ -23,6 +23,7 @@ from spes_p2p.crypto.keys import Identity
 from spes_p2p.delta.contributions import contributions
 from spes_p2p.peer.outbox import Outbox
 from spes_p2p.peer.phases import PhaseClock
+from spes_p2p.peer.recorder import Recorder
 from spes_p2p.peer.retention import named_blobs
 from spes_p2p.peer.sync import Syncer
 from spes_p2p.peer.worker import Worker
@@ -70,6 +71,7 @@ class Shell:
         on_help: Callable[[str], None],
         on_cut: Callable[[int], None],
         log: Callable[[str], None],
+        events: Recorder,
     ) -> None:
         self.participant = Participant(chain.manifest, identity.peer_id, chain.head)
         self.advancing = asyncio.Lock()
@@ -85,6 +87,7 @@ class Shell:
         self._on_help = on_help
         self._on_cut = on_cut
         self._log = log
+        self._events = events
         self._tasks: set[asyncio.Task[None]] = set()
         self._round_tasks: set[asyncio.Task[None]] = set()
         self._refusals_logged: set[tuple[str, str]] = set()
@@ -110,10 +113,15 @@ class Shell:
         message: Signed[Any] = unseal(raw, *PUSHED, peer=sender)
         if isinstance(message.record, Start | Reset):
             await self._on_opening(message)
+            self._events.received(sender, message)
             return b""
-        refused = self._run(self._take(message))
-        if refused is not None:
-            raise RemoteError(refused.check, refused.detail)
+        outputs = self._take(message)
+        refused = next((output for output in outputs if isinstance(output, Refused)), None)
+        error = None if refused is None else RemoteError(refused.check, refused.detail)
+        self._events.received(sender, message, error)
+        self._run(outputs)
+        if error is not None:
+            raise error
         return b""
 
     def take_claim(self, raw: bytes) -> None:
@@ -131,6 +139,7 @@ class Shell:
             self._provisional.update(section.blob for section in record.sections)
             raw = self._chain.db.put_own_header(record.epoch, record.round, signed.raw)
             signed = signed if raw == signed.raw else unseal(raw, Header)
+        self._events.said(signed)
         self._outbox.send(self._everyone(), signed.raw)
         self._run(self.participant.on_message(signed, time.monotonic()))
         return signed
@@ -151,6 +160,7 @@ class Shell:
         """The chain's head has moved (under `advancing`): the participant begins the next round."""
         self._end_round()
         self._drop_uncounted()
+        self._events.head(self._chain.head, step)
         self._run(self.participant.on_head(self._chain.head, time.monotonic()))
         await self._on_head(step)
 
@@ -179,15 +189,15 @@ class Shell:
 
     # ---- out: effects ------------------------------------------------------------------------------------------
 
-    def _run(self, outputs: list[rounds.Output]) -> Refused | None:
-        """Carry out outputs in order, and those that follow from them; returns the first refusal among the former."""
-        refused = next((output for output in outputs if isinstance(output, Refused)), None)
+    def _run(self, outputs: list[rounds.Output]) -> None:
+        """Carry out outputs in order, and those that follow from them."""
+        self._note_view()
         queue = list(outputs)
         while queue:
             queue.extend(self._effect(queue.pop(0)))
         self._timer_changed.set()
+        self._note_view()
         self._note_phases()
-        return refused
 
     def _effect(self, output: rounds.Output) -> list[rounds.Output]:
         match output:
@@ -203,6 +213,7 @@ class Shell:
             case Committed():
                 self._start(self._commit(output), ends_with_round=False)
             case Cut():
+                self._events.cut(self._chain.head.round)
                 self._on_cut(self._chain.head.round)
             case Behind():
                 self._on_behind(output.peer)
@@ -253,6 +264,7 @@ class Shell:
         value: VerifiedSet | None = None
         if isinstance(signed.record, Proposal):
             value = verify_set(signed.record.value)
+        self._events.said(signed)
         self._outbox.send(self._everyone(), signed.raw)
         return self.participant.on_said(signed, time.monotonic(), value)
 
@@ -267,12 +279,14 @@ class Shell:
             try:
                 with self.phases.during("transfer"):
                     await self._syncer.blobs(sections, time.monotonic() + max(seconds, RETRY_SECONDS))
+                since = time.monotonic()
                 with self.phases.during("check"):
                     verdict = await self._worker.check(header.signer, header.record.sections)
             except (NetworkError, UserError) as error:
                 self._log(f"blobs of {header.signer}: {error}")
                 await asyncio.sleep(RETRY_SECONDS)
             else:
+                self._events.checked(header, verdict, since)
                 self._run(self.participant.on_checked(header.id, verdict, time.monotonic()))
                 return
 
@@ -282,12 +296,14 @@ class Shell:
         head = self.participant.head  # the round of this set, whatever the ledger learns meanwhile
         while True:
             try:
+                since = time.monotonic()
                 with self.phases.during("apply"):
                     root = await self._worker.apply(head.round, head.step, contributions(head, value))
             except UserError as error:
                 self._log(str(error))
                 await asyncio.sleep(RETRY_SECONDS)
             else:
+                self._events.applied(head.round, value.id, root, since)
                 self._run(self.participant.on_applied(value.id, root, time.monotonic()))
                 return
 
@@ -356,6 +372,9 @@ class Shell:
         for blob in self._provisional - named_blobs(self._chain, closed):
             self._syncer.drop(blob)
         self._provisional.clear()
+
+    def _note_view(self) -> None:
+        self._events.view(self.participant.head.round, self.participant.agreement.view)
 
     def _note_phases(self) -> None:
         participant = self.participant

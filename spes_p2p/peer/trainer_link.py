@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spes_p2p.peer.recorder import Recorder
 from spes_protocols import control_pb2, control_pb2_grpc
 from spes_protocols.errors import SpesError
 
@@ -57,6 +58,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         on_hopeless: Callable[[str], None],
         say: Callable[[str], None],
         log: Callable[[str], None],
+        events: Recorder,
     ) -> None:
         self.options = options
         self.paused = False
@@ -71,6 +73,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         self._on_hopeless = on_hopeless
         self._say = say
         self._log = log
+        self._events = events
         self._last_words = ""
         self._has_begun = True
         self._rounds_done = 0
@@ -122,6 +125,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
             return
         task = self._make_task(self.pending)
         if task is not None and task != self._sent:
+            self._events.training(task)
             self._sent, self._has_begun = task, False
             self.progress = None
             self._outbox.put_nowait(control_pb2.TrainerTask(train=task))
@@ -156,6 +160,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
             async for event in events:
                 kind = event.WhichOneof("event")
                 if kind == "ready":
+                    self._events.trainer_started(event.ready)
                     self._outbox, self._sent, self._has_begun = outbox, None, True
                     self.pending = event.ready
                     self.state = "running"
@@ -166,6 +171,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
                     self._has_begun = self._has_begun or not event.progress.text
                 elif kind == "round_done":
                     done = event.round_done
+                    self._events.trained(done)
                     self._rounds_done, self._failures = self._rounds_done + 1, 0
                     epoch = self._sent.epoch if self._sent is not None else b""
                     self.pending = control_pb2.Ready(has_pending=True, pending_round=done.round, pending_epoch=epoch)
@@ -193,11 +199,12 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
             if self.paused:
                 await self._stop()
             code = await self._process.wait()
+            problem = self._last_words or _end_of_process(code)
+            self._events.trainer_ended(code, "paused" if self.paused else problem)
             if self.paused:
                 continue
             self._failures += 1
             self.state = "crashed"
-            problem = self._last_words or _end_of_process(code)
             if self._is_hopeless(code):
                 self._on_hopeless(f"the trainer cannot work here: {problem}")
                 return

@@ -117,6 +117,11 @@ class RunDir:
         """The peer's log."""
         return self.path / "log"
 
+    @property
+    def events_path(self) -> Path:
+        """What happened, for when something went wrong."""
+        return self.path / "events.jsonl"
+
     def ledger(self) -> LedgerDB:
         """Open the ledger, empty if it is new."""
         return LedgerDB(self.ledger_path)
