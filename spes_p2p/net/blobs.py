@@ -70,13 +70,15 @@ async def fetch_blob(
     idle_seconds: float = 20.0,
     deadline_seconds: float,
     report: Callable[[int], None] | None = None,
+    on_failure: Callable[[str, str], None] | None = None,
 ) -> list[str]:
     """Complete the file `partial_path` to `size` bytes from the holders, in their order, each from where it stands.
 
     Goes on to the next holder when one fails, sends wrong lengths, sends nothing for `idle_seconds` or has used half of
-    the time that was left, and round again as long as a round brings bytes. `report` is told the bytes present. Returns
-    the peers that bytes came from now, so that a wrong digest has an author. Raises `NetworkError` with
-    the holders' reasons, keeping what arrived; `UserError` when the disk is full.
+    the time that was left, and round again as long as a round brings bytes. `report` is told the bytes present,
+    `on_failure` each holder that failed and why. Returns the peers that bytes came from now, so that a wrong digest
+    has an author. Raises `NetworkError` with the holders' reasons, keeping what arrived; `UserError` when
+    the disk is full.
     """
     reasons: dict[str, str] = {}
     used: list[str] = []
@@ -99,6 +101,8 @@ async def fetch_blob(
                             await _fetch_from(transport, holder, digest, size, file, idle_seconds, until, report)
                         except (NetworkError, RemoteError) as error:
                             reasons[holder] = str(error)
+                            if on_failure is not None:
+                                on_failure(holder, str(error))
                         if file.tell() > present and holder not in used:
                             used.append(holder)
                         if file.tell() == size:

@@ -231,11 +231,10 @@ class BlobAsked(Event):
     signer: str
     section: str
     bytes: int
-    holders: int
 
     def told(self, names: Names) -> str:
         what = f"{self.section} of {names(self.signer)}, {self.bytes} bytes"
-        return f"fetches blob {self.blob} ({what}), {self.holders} peers may have it"
+        return f"fetches blob {self.blob} ({what})"
 
     @property
     def peers(self) -> tuple[str, ...]:

@@ -109,7 +109,7 @@ class Peer:
         self.outbox = Outbox(transport, self._on_refused, self.events)
         self.syncer = Syncer(
             self.manifest, transport, self.contacts, self.chain, self.states, self.blobs, self.worker,
-            report=self._report, log=self.note,
+            report=self._report, log=self.note, events=self.events,
         )  # fmt: skip
         self._ledger = LedgerReader(transport, self.chain, self._report)
         self._ahead = Ahead(self.chain, self.contacts, self._ledger)

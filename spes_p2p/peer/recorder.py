@@ -232,13 +232,9 @@ class Recorder:
 
     # ---- from collecting to the commit -------------------------------------------------------------------------
 
-    def blob_asked(self, section: Section, signer: str, holders: int) -> None:
+    def blob_asked(self, section: Section, signer: str) -> None:
         """A blob is going to be fetched."""
-        self._put(
-            events.BlobAsked(
-                blob=short(section.blob), signer=signer, section=section.name, bytes=section.size, holders=holders
-            )
-        )
+        self._put(events.BlobAsked(blob=short(section.blob), signer=signer, section=section.name, bytes=section.size))
 
     def blob_refused(self, section: Section, holder: str, reason: str) -> None:
         """A holder did not give a blob."""

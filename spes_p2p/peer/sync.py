@@ -20,12 +20,13 @@ from spes_p2p.delta.contributions import contributions
 from spes_p2p.net.blobs import fetch_blob
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer.contacts import Contacts
+from spes_p2p.peer.recorder import SILENT, Recorder
 from spes_p2p.peer.worker import Worker
 from spes_p2p.store.blobs import BlobStore
 from spes_p2p.store.chain import Chain, Step
 from spes_p2p.store.states import Receiver, StateStore
 from spes_protocols.codec import decode, encode
-from spes_protocols.errors import IntegrityError, NetworkError, RemoteError
+from spes_protocols.errors import IntegrityError, NetworkError, RemoteError, SpesError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Section, SnapshotIndex
 from spes_protocols.requests import (
@@ -69,6 +70,7 @@ class Syncer:
         *,
         report: Report,
         log: Callable[[str], None],
+        events: Recorder = SILENT,
     ) -> None:
         self._manifest = manifest
         self._transport = transport
@@ -79,6 +81,7 @@ class Syncer:
         self._worker = worker
         self._report = report
         self._log = log
+        self._events = events
         self._under_way: dict[bytes, asyncio.Lock] = {}
 
     # ---- blobs -------------------------------------------------------------------------------------------------
@@ -97,12 +100,23 @@ class Syncer:
         try:
             async with lock:
                 if not self._blobs.has(section.blob):
-                    await self._fetch(section, sender, deadline)
+                    await self._fetch_recorded(section, sender, deadline)
         finally:
             if not lock.locked():
                 self._under_way.pop(section.blob, None)
 
-    async def _fetch(self, section: Section, sender: str, deadline: float) -> None:
+    async def _fetch_recorded(self, section: Section, sender: str, deadline: float) -> None:
+        since = time.monotonic()
+        self._events.blob_asked(section, sender)
+        try:
+            holders = await self._fetch(section, sender, deadline)
+        except SpesError as error:
+            self._events.blob_failed(section, sender, since, error)
+            raise
+        self._events.blob_came(section, sender, holders, since)
+
+    async def _fetch(self, section: Section, sender: str, deadline: float) -> list[str]:
+        """The peers that the right blob came from, none if it was here already but for its digest."""
         suspects: set[str] = set()
         for number in range(BLOB_TRIES):
             others = [peer for peer in self._contacts.volunteers() if peer != sender]
@@ -110,19 +124,19 @@ class Syncer:
             holders = [peer for peer in (sender, *others) if peer != self._transport.peer_id and peer not in suspects]
             if number == BLOB_TRIES - 1 and sender in suspects:
                 holders = [sender]  # it may have been somebody else's bytes that were wrong before
-            suspects.update(
-                await fetch_blob(
-                    self._transport,
-                    holders,
-                    section.blob,
-                    section.size,
-                    self._blobs.partial(section.blob),
-                    deadline_seconds=max(0.1, deadline - time.monotonic()),
-                )
+            used = await fetch_blob(
+                self._transport,
+                holders,
+                section.blob,
+                section.size,
+                self._blobs.partial(section.blob),
+                deadline_seconds=max(0.1, deadline - time.monotonic()),
+                on_failure=functools.partial(self._events.blob_refused, section),
             )
+            suspects.update(used)
             try:
                 await asyncio.to_thread(self._blobs.adopt, section.blob)
-                return
+                return used
             except RemoteError as error:
                 self._log(f"blob of {sender}: {error.detail}; fetching it again from others")
         raise NetworkError(f"blob {section.blob.hex()[:16]} of {sender} arrived wrong {BLOB_TRIES} times")
