@@ -148,11 +148,14 @@ def make_run(
 class Program:
     """One process and what it has printed so far, standard output and errors together."""
 
-    def __init__(self, name: str, arguments: Sequence[object], environment: dict[str, str]) -> None:
+    def __init__(
+        self, name: str, arguments: Sequence[object], environment: dict[str, str], *, prefix: Sequence[str] = ()
+    ) -> None:
+        """`prefix`: a command that runs the program somewhere else, and becomes it."""
         self.name = name
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            launch([sys.executable, *map(str, arguments)]),
+            [*prefix, *launch([sys.executable, *map(str, arguments)])],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -227,8 +230,8 @@ class Program:
         return errors[0].removeprefix("error: ")
 
 
-class Volunteer(Program):
-    """A `spes-join` with its home."""
+class Home:
+    """What a peer leaves on its disk."""
 
     home: Path
 
@@ -239,6 +242,16 @@ class Volunteer(Program):
     @property
     def peer_id(self) -> str:
         return Identity.load(self.home / "identity").peer_id
+
+    def steps(self) -> list[Step]:
+        """The ledger on disk, each record checked from the manifest on."""
+        run = self.run_dir
+        with run.ledger() as db:
+            return list(Chain(run.manifest.record, run.run_id, db).walk())
+
+
+class Volunteer(Program, Home):
+    """A `spes-join` with its home."""
 
     def until(
         self, what: str, holds: Callable[[control_pb2.StatusReply], bool], *, seconds: float = PATIENCE_SECONDS
@@ -268,12 +281,6 @@ class Volunteer(Program):
     def address(self) -> str:
         """An address that other volunteers join through."""
         return self.status().addresses[0]
-
-    def steps(self) -> list[Step]:
-        """The ledger on disk, each record checked from the manifest on."""
-        run = self.run_dir
-        with run.ledger() as db:
-            return list(Chain(run.manifest.record, run.run_id, db).walk())
 
 
 # ---- the swarm -------------------------------------------------------------------------------------------------------
@@ -407,7 +414,7 @@ def expecting_no_orphans(*programs: Program) -> Iterator[None]:
 # ---- what must hold of ledgers ---------------------------------------------------------------------------------------
 
 
-def same_ledger(*volunteers: Volunteer) -> list[Step]:
+def same_ledger(*volunteers: Home) -> list[Step]:
     """The shortest ledger, after checking that all agree as far as they go and that no group has two owners."""
     ledgers = [volunteer.steps() for volunteer in volunteers]
     for steps in zip(*ledgers, strict=False):
@@ -417,7 +424,7 @@ def same_ledger(*volunteers: Volunteer) -> list[Step]:
     return min(ledgers, key=len)
 
 
-def states_fit(volunteer: Volunteer) -> int:
+def states_fit(volunteer: Home) -> int:
     """Check that the states on disk have the roots of the ledger; returns how many there are.
 
     Of a living volunteer's, those that it removes meanwhile are left out.
@@ -434,7 +441,7 @@ def states_fit(volunteer: Volunteer) -> int:
     return checked
 
 
-def own_votes(volunteer: Volunteer) -> set[bytes]:
+def own_votes(volunteer: Home) -> set[bytes]:
     """Every vote this volunteer has signed, by its own database."""
     steps = volunteer.steps()
     epochs = {step.after.epoch for step in steps}
