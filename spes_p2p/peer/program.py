@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import logging.handlers
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from spes_p2p.crypto.envelope import unseal_manifest
@@ -18,6 +17,7 @@ from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.addresses import parse_address
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.peer import joining
+from spes_p2p.peer.logfile import logging_to
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.peer import Peer
 from spes_p2p.peer.remembered import ADDRESSES_MAX, Remembered, recall, remember, with_port
@@ -29,13 +29,12 @@ from spes_protocols.messages import Signed
 from spes_protocols.types import ENVELOPE_BYTES_MAX
 
 RECONNECT_SECONDS = 15.0
-LOG_BYTES_MAX = 8 * 1024 * 1024
-
 CONNECT_AGAIN_SECONDS = 5.0
 NETWORK = "network"
 """The file in a home with what it remembers of the network."""
 
 log = logging.getLogger(__name__)
+log.setLevel(logging.INFO)
 
 Say = Callable[[str], None]
 
@@ -70,7 +69,7 @@ async def open_peer(
             stack.enter_context(run_dir.lock())
         else:
             reached += await _connect_again(transport, remembered.peers, reached)
-        stack.enter_context(_logging_to(run_dir.log_path))
+        stack.enter_context(logging_to(run_dir.log_path))
         say(joining.introduction(run_dir.manifest))
         yield Peer(options, identity, run_dir, transport, _logged(say)), reached
 
@@ -224,21 +223,6 @@ def _logged(say: Say) -> Say:
         say(line)
 
     return both
-
-
-@contextlib.contextmanager
-def _logging_to(path: Path) -> Iterator[None]:
-    """Send what the program logs to a file of bounded size, instead of across the terminal view."""
-    handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES_MAX, backupCount=1)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
-        handler.close()
 
 
 def paste_line(address: str, run_id: bytes) -> str:
