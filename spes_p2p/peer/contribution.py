@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 
+from spes_p2p.core.head import Head
 from spes_p2p.crypto.envelope import unseal
 from spes_p2p.peer.shell import Shell
 from spes_p2p.store.blobs import BlobStore
@@ -14,7 +17,11 @@ from spes_p2p.store.files import remove
 from spes_p2p.store.rundir import RunDir
 from spes_protocols import control_pb2
 from spes_protocols.codec import decode
+from spes_protocols.errors import UserError
 from spes_protocols.messages import MICRO, Commit, Header, Section
+
+RETRY_SECONDS = 5.0
+"""Pause before a disk that did not take a contribution is asked again."""
 
 LOSS_MAX = 1e6
 """Nats that stand for any loss as high, for one that overflowed and for one that is no number."""
@@ -23,28 +30,43 @@ LOSS_MAX = 1e6
 class Publisher:
     """Publishes what the trainer has finished, once a round."""
 
-    def __init__(self, run_dir: RunDir, chain: Chain, blobs: BlobStore, shell: Shell) -> None:
+    def __init__(
+        self, run_dir: RunDir, chain: Chain, blobs: BlobStore, shell: Shell, log: Callable[[str], None]
+    ) -> None:
         self._run_dir = run_dir
         self._chain = chain
         self._blobs = blobs
         self._shell = shell
+        self._log = log
         self.seconds: dict[str, float] = {}
 
     async def on_done(self, done: control_pb2.RoundDone) -> None:
-        """Store the blobs, sign the header, tell everybody; a round that is over is dropped."""
+        """Store the blobs, sign the header, tell everybody; a round that is over is dropped.
+
+        A disk that does not take it is asked again: the round may not be able to close without us.
+        """
         head = self._chain.head
-        paths = [Path(section.path) for section in done.sections]
         try:
             if done.round != head.round or head.place(self._shell.participant.me) is None:
                 return
-            for section, path in zip(done.sections, paths, strict=True):
-                found = await asyncio.to_thread(self._blobs.put, path)
-                assert found == section.digest, f"{path} is not what the trainer wrote"
+            self.seconds["train"] = self.seconds.get("train", 0.0) + done.train_seconds
+            self.seconds["encode"] = self.seconds.get("encode", 0.0) + done.encode_seconds
+            while head.id == self._chain.head.id:
+                try:
+                    await self._publish(done, head)
+                    return
+                except UserError as error:
+                    self._log(f"round {done.round}: our contribution cannot be stored yet: {error}")
+                    await asyncio.sleep(RETRY_SECONDS)
         finally:
-            for path in paths:
-                remove(path)
-        self.seconds["train"] = self.seconds.get("train", 0.0) + done.train_seconds
-        self.seconds["encode"] = self.seconds.get("encode", 0.0) + done.encode_seconds
+            with contextlib.suppress(UserError):  # the trainer removes what it finds there when it starts
+                for section in done.sections:
+                    remove(Path(section.path))
+
+    async def _publish(self, done: control_pb2.RoundDone, head: Head) -> None:
+        for section in done.sections:
+            found = await asyncio.to_thread(self._blobs.put, Path(section.path))
+            assert found == section.digest, f"{section.path} is not what the trainer wrote"
         if head.id != self._chain.head.id:
             return
         header = Header(

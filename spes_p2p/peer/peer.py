@@ -123,7 +123,7 @@ class Peer:
             identity.peer_id, self._wanted_groups(), self.chain, self.shell, self.contacts,
             may_ask=self._may_claim, spawn=self._spawn, say=say,
         )  # fmt: skip
-        self.publisher = Publisher(run_dir, self.chain, self.blobs, self.shell)
+        self.publisher = Publisher(run_dir, self.chain, self.blobs, self.shell, self.note)
         self.trainer: TrainerLink | None = None
         if options.trains:
             self.trainer = TrainerLink(

@@ -258,6 +258,7 @@ class Shell:
             raw = self._chain.db.record_vote(place.epoch, place.round, record.view, record.KIND, signed.raw)
         except UserError as error:  # the disk is full, say: no vote without a record of it
             self._log(str(error))
+            self._start(self._say_later(record, proof))
             return []
         if raw != signed.raw:
             signed = unseal(raw, Proposal, Prevote, Precommit)
@@ -267,6 +268,12 @@ class Shell:
         self._events.said(signed)
         self._outbox.send(self._everyone(), signed.raw)
         return self.participant.on_said(signed, time.monotonic(), value)
+
+    async def _say_later(self, record: Proposal | Prevote | Precommit, proof: tuple[Signed[Prevote], ...]) -> None:
+        """A vote that the disk did not take: the round may not be able to close without it."""
+        await asyncio.sleep(RETRY_SECONDS)
+        if not self.participant.agreement.abstains:
+            self._run(self._say_vote(record, proof))
 
     async def _fetch(self, header: Signed[Header]) -> None:
         """Get and check a contribution's blobs, as often as it takes while the round is open."""
