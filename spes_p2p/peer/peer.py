@@ -24,7 +24,7 @@ from spes_p2p.crypto.envelope import seal
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.directory import Directory
 from spes_p2p.net.libp2p import LibP2P
-from spes_p2p.peer import retention, status
+from spes_p2p.peer import status
 from spes_p2p.peer.ahead import Ahead
 from spes_p2p.peer.claims import Claims
 from spes_p2p.peer.contacts import LIFETIME_SECONDS, Contacts, RunDirectory
@@ -34,6 +34,7 @@ from spes_p2p.peer.ledger_sync import LedgerReader
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.outbox import Outbox
 from spes_p2p.peer.recorder import Recorder
+from spes_p2p.peer.retention import Retention
 from spes_p2p.peer.service import Service
 from spes_p2p.peer.shell import Shell
 from spes_p2p.peer.sync import Syncer
@@ -98,10 +99,10 @@ class Peer:
         self._told_at = -1e9
         self._noted_at = -1e9
         self._tasks: list[asyncio.Task[None]] = []
-        self._blobs_from = 0
         self._directory: Directory | None = None
 
         self.worker = Worker(run_dir, options.worker_threads, self.note)
+        self.retention = Retention(self.chain, self.states, self.blobs, options, log=self.note)
         self.contacts = Contacts(
             transport, identity, run_dir.run_id, describe=self._presence, on_presence=self._on_presence,
             events=self.events,
@@ -109,7 +110,7 @@ class Peer:
         self.outbox = Outbox(transport, self._on_refused, self.events)
         self.syncer = Syncer(
             self.manifest, transport, self.contacts, self.chain, self.states, self.blobs, self.worker,
-            report=self._report, log=self.note, events=self.events,
+            report=self._report, log=self.note, events=self.events, tidy=self.retention.tidy,
         )  # fmt: skip
         self._ledger = LedgerReader(transport, self.chain, self._report)
         self._ahead = Ahead(self.chain, self.contacts, self._ledger)
@@ -148,6 +149,7 @@ class Peer:
                 self.transport, self.run_dir.manifest.raw, self.chain, self.states, self.blobs,
                 on_hello=self.contacts.on_hello, on_push=self._on_push,
                 claims=lambda: [claim.raw for claim in self.shell.participant.claims()],
+                on_leaves=self.retention.asked_for,
             )  # fmt: skip
             self.events.started(self.options.role, self.chain.head)
             await self.control.start()
@@ -357,13 +359,10 @@ class Peer:
             if not self._finished.is_set():
                 self._say(status.round_line(step, self.identity.peer_id, loss))
         if step is not None and step.opening is not None:
-            self._blobs_from = 0  # a reset counts rounds again
             self._say(status.opening_line(step))
             self._spawn(self._come_to_state())
         try:
-            self._blobs_from = await asyncio.to_thread(
-                retention.tidy, self.chain, self.states, self.blobs, self.options, self._blobs_from
-            )
+            await asyncio.to_thread(self.retention.tidy)
         except SpesError as error:
             self.note(f"removing what is old: {error}")
         if self.ready:
@@ -539,7 +538,7 @@ class Peer:
             self._told_at = now
         elif text and now - self._told_at >= PROGRESS_SECONDS:
             self._told_at = now
-            self._say(f"{text}: {share:.0%}")
+            self._say(f"{text}: {share:.0%}{self.syncer.meter.words()}")
         self.progress = (text, share)
         self._changed()
 

@@ -21,6 +21,7 @@ from spes_p2p.peer.logfile import logging_to
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.peer import Peer
 from spes_p2p.peer.remembered import ADDRESSES_MAX, Remembered, recall, remember, with_port
+from spes_p2p.peer.retention import require_quota
 from spes_p2p.store.files import make_directory
 from spes_p2p.store.rundir import RunDir
 from spes_protocols.errors import NetworkError, RemoteError, UserError
@@ -69,6 +70,7 @@ async def open_peer(
             stack.enter_context(run_dir.lock())
         else:
             reached += await _connect_again(transport, remembered.peers, reached)
+        require_quota(run_dir.manifest.record, options)
         stack.enter_context(logging_to(run_dir.log_path))
         say(joining.introduction(run_dir.manifest))
         yield Peer(options, identity, run_dir, transport, _logged(say)), reached

@@ -55,11 +55,13 @@ class Service:
         on_hello: Callable[[str, bytes], Awaitable[bytes]],
         on_push: Callable[[str, bytes], Awaitable[bytes]],
         claims: Callable[[], Sequence[bytes]],
+        on_leaves: Callable[[int], None] = lambda round_number: None,
     ) -> None:
         self._manifest_raw = manifest_raw
         self._chain = chain
         self._states = states
         self._claims = claims
+        self._on_leaves = on_leaves
         transport.handle(MANIFEST, self._manifest)
         transport.handle(CHAIN, self._ledger)
         transport.handle(SNAPSHOTS, self._snapshots)
@@ -118,6 +120,7 @@ class Service:
     async def _leaves(self, sender: str, request: bytes) -> AsyncIterator[bytes]:
         wanted = decode(LeavesRequest, request, peer=sender)
         self._check_served(wanted.round)
+        self._on_leaves(wanted.round)
         for leaf in wanted.leaves:
             data = await asyncio.to_thread(self._states.chunk, wanted.round, leaf.tensor, leaf.leaf)
             assert len(data) <= LEAF_BYTES

@@ -75,6 +75,8 @@ async def of(peer: Peer) -> control_pb2.StatusReply:
         groups_total=peer.manifest.ownership.groups,
         progress_text=peer.progress[0],
         progress=peer.progress[1],
+        progress_bytes_per_second=peer.syncer.meter.bytes_per_second,
+        progress_seconds_left=peer.syncer.meter.seconds_left,
     )
     if trainer is not None and trainer.progress is not None and trainer.progress.text:
         reply.progress_text = trainer.progress.text

@@ -1,9 +1,10 @@
-"""Catching up: the global state that the ledger names, from whoever has it (SPEC 8).
+"""Catching up: the global state that the ledger names, from whoever has it (SPEC 8.3).
 
     newest state here, or a snapshot from several holders --> blobs of the rounds since --apply--> the head's state root
 
-Nothing that arrives is trusted: a wrong leaf or blob is dropped with the name of its sender, and the next holder is
-asked. What was fetched before an interruption is not fetched again.
+What needs the fewest bytes from now on is tried first, then the rest. Nothing that arrives is trusted: a wrong blob is
+dropped with the name of its sender, and the next holder is asked. What was fetched before an interruption is not
+fetched again.
 """
 
 from __future__ import annotations
@@ -12,51 +13,57 @@ import asyncio
 import functools
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from spes_p2p.core.roots import state_root
 from spes_p2p.delta.contributions import contributions
 from spes_p2p.net.blobs import fetch_blob
 from spes_p2p.net.transport import Transport
+from spes_p2p.peer import snapshots
 from spes_p2p.peer.contacts import Contacts
+from spes_p2p.peer.meter import Meter
 from spes_p2p.peer.recorder import SILENT, Recorder
+from spes_p2p.peer.retention import counted_sections
+from spes_p2p.peer.snapshots import Snapshots
 from spes_p2p.peer.worker import Worker
 from spes_p2p.store.blobs import BlobStore
 from spes_p2p.store.chain import Chain, Step
-from spes_p2p.store.states import Receiver, StateStore
-from spes_protocols.codec import decode, encode
+from spes_p2p.store.states import StateStore
 from spes_protocols.errors import IntegrityError, NetworkError, RemoteError, SpesError
 from spes_protocols.manifest import Manifest
-from spes_protocols.messages import Section, SnapshotIndex
-from spes_protocols.requests import (
-    INDEX,
-    LEAVES,
-    LEAVES_MAX,
-    SNAPSHOTS,
-    SNAPSHOTS_MAX,
-    IndexRequest,
-    Leaf,
-    LeavesRequest,
-    SnapshotsReply,
-)
+from spes_protocols.messages import Section
+from spes_protocols.requests import SNAPSHOTS_MAX
 
-CALL_SECONDS = 20.0
-IDLE_SECONDS = 15.0
-HOLDERS_AT_ONCE = 4
-ASKED_AT_ONCE = 64
-LEAF_SECONDS = 75.0
-"""A leaf of 4 MiB takes longer only from a peer that drips."""
+CALL_SECONDS = snapshots.CALL_SECONDS
+Report = snapshots.Report
 
 BLOB_TRIES = 3
+BLOB_SECONDS = 60.0
+BLOB_BYTES_PER_SECOND_MIN = 32 * 1024
+"""While going forward a blob may take a minute, and what its size takes at this rate."""
 
-T = TypeVar("T")
-Report = Callable[[str, float], None]
-"""(what is under way, share done from 0 to 1)."""
+BLOBS_AT_ONCE = 8
+ROUNDS_AHEAD = 4
+"""So many rounds' blobs are fetched while the first of them is applied."""
+
+SNAPSHOT_TRIES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to the head's state, and how many bytes it takes from now on. `snapshot` None: forward from here."""
+
+    bytes: int
+    snapshot: int | None = None
+    holders: tuple[str, ...] = ()
 
 
 class Syncer:
-    """Brings one run's state up to date from other peers."""
+    """Brings one run's state up to date from other peers.
+
+    `tidy` is told the newest state while going forward over many rounds, so that what is old can go meanwhile.
+    """
 
     def __init__(
         self,
@@ -71,6 +78,7 @@ class Syncer:
         report: Report,
         log: Callable[[str], None],
         events: Recorder = SILENT,
+        tidy: Callable[[int], None] = lambda newest: None,
     ) -> None:
         self._manifest = manifest
         self._transport = transport
@@ -82,7 +90,10 @@ class Syncer:
         self._report = report
         self._log = log
         self._events = events
+        self._tidy = tidy
         self._under_way: dict[bytes, asyncio.Lock] = {}
+        self.meter = Meter()
+        self._snapshots = Snapshots(transport, contacts, chain, states, self.meter, report=report, log=log)
 
     # ---- blobs -------------------------------------------------------------------------------------------------
 
@@ -119,9 +130,11 @@ class Syncer:
         """The peers that the right blob came from, none if it was here already but for its digest."""
         suspects: set[str] = set()
         for number in range(BLOB_TRIES):
-            others = [peer for peer in self._contacts.volunteers() if peer != sender]
+            others = self._contacts.volunteers()
             random.shuffle(others)
-            holders = [peer for peer in (sender, *others) if peer != self._transport.peer_id and peer not in suspects]
+            # Its author first, unless it is gone: trying to reach it would only take time.
+            ordered = dict.fromkeys((sender, *others) if sender in others else (*others, sender))
+            holders = [peer for peer in ordered if peer != self._transport.peer_id and peer not in suspects]
             if number == BLOB_TRIES - 1 and sender in suspects:
                 holders = [sender]  # it may have been somebody else's bytes that were wrong before
             used = await fetch_blob(
@@ -131,6 +144,7 @@ class Syncer:
                 section.size,
                 self._blobs.partial(section.blob),
                 deadline_seconds=max(0.1, deadline - time.monotonic()),
+                report=self._counter(section),
                 on_failure=functools.partial(self._events.blob_refused, section),
             )
             suspects.update(used)
@@ -140,6 +154,23 @@ class Syncer:
             except RemoteError as error:
                 self._log(f"blob of {sender}: {error.detail}; fetching it again from others")
         raise NetworkError(f"blob {section.blob.hex()[:16]} of {sender} arrived wrong {BLOB_TRIES} times")
+
+    def _counter(self, section: Section) -> Callable[[int], None]:
+        """Tells the meter what comes of a blob, from the bytes present."""
+        before = self._partial_bytes(section)
+
+        def count(present: int) -> None:
+            nonlocal before
+            self.meter.add(max(0, present - before))
+            before = present
+
+        return count
+
+    def _partial_bytes(self, section: Section) -> int:
+        try:
+            return self._blobs.partial(section.blob).stat().st_size
+        except FileNotFoundError:
+            return 0
 
     async def blobs(self, sections: Sequence[tuple[str, Section]], deadline: float) -> None:
         """Have all of these (sender, section) in the store. Raises the first failure once all have ended."""
@@ -152,9 +183,7 @@ class Syncer:
 
     def has_state(self, round_number: int, root: bytes) -> bool:
         """Whether S_round is here and is the one with this root, by its index."""
-        if round_number not in self._states.rounds():
-            return False
-        return state_root(self._states.index(round_number)) == root
+        return round_number in self._states.rounds() and self._states.root(round_number) == root
 
     async def state(self) -> None:
         """Have the state that the head names. Raises `NetworkError` when nobody can help at present."""
@@ -165,23 +194,72 @@ class Syncer:
             await self._genesis(root)
             return
         local = self._newest_local(target)
-        steps = self._steps_between(local, target) if local is not None else None
-        tries = [self._replay_forward, self._snapshot]
-        if steps is None or self._blob_bytes(steps) > self._states.layout.file_bytes:
-            tries.reverse()
-        problems = []
-        for attempt in tries:
-            try:
-                await attempt(target)
+        costs = await asyncio.to_thread(self._costs, local or 0, target)
+        forward = Way(bytes=costs.get(local or 0, 2 * max(costs.values()) + self._states.layout.file_bytes))
+        problems: list[str] = []
+        cheap = forward.bytes <= self._snapshot_bytes_min(costs)
+        if cheap and await self._gone(forward, target, problems):
+            return
+        for way in await self._ways(costs, None if cheap else forward):
+            if await self._gone(way, target, problems):
                 return
-            except (NetworkError, RemoteError) as error:
-                problems.append(str(error))
-        raise NetworkError(f"the state of round {target} could not be fetched: {'; '.join(problems)}")
+        raise NetworkError(
+            f"the state of round {target} could not be fetched: {'; '.join(problems) or 'nobody has it'}"
+        )
+
+    async def _gone(self, way: Way, target: int, problems: list[str]) -> bool:
+        """Whether this way led to the target; if not, why is added to the problems."""
+        try:
+            if way.snapshot is not None:
+                await self._snapshots.fetch(way.snapshot, way.holders)
+            await self._forward(target)
+            return True
+        except (NetworkError, RemoteError, IntegrityError) as error:
+            self._log(f"catching up to round {target}: {error}")
+            problems.append(str(error))
+            return False
+
+    async def _ways(self, costs: dict[int, int], forward: Way | None) -> list[Way]:
+        """What there is to try, the fewest bytes first; to go forward, where it was not tried, comes in its place."""
+        offers = await self._snapshots.offers([r for r in costs if self._chain.root_at(r) is not None])
+        ways = [Way(bytes=self._lacking(r) + costs[r], snapshot=r, holders=tuple(peers)) for r, peers in offers.items()]
+        ways = sorted(ways, key=lambda way: (way.bytes, -(way.snapshot or 0)))[:SNAPSHOT_TRIES]
+        return sorted([*ways, *([forward] if forward is not None else [])], key=lambda way: way.bytes)
+
+    def _lacking(self, round_number: int) -> int:
+        """Bytes of a snapshot that are still to be fetched."""
+        root = self._chain.root_at(round_number)
+        assert root is not None
+        return self._states.bytes_lacking(round_number, root)
+
+    def _snapshot_bytes_min(self, costs: dict[int, int]) -> int:
+        """The fewest bytes that any snapshot could take, without asking who has one."""
+        begun = [r for r in costs if self._states.partial(r).exists() and self._chain.root_at(r) is not None]
+        return min((self._lacking(r) + costs[r] for r in begun), default=self._states.layout.file_bytes)
+
+    def _costs(self, first: int, target: int) -> dict[int, int]:
+        """Bytes still to be fetched to go from S_r forward to S_target, by r: as far back as it may be worth it."""
+        costs, total = {target: 0}, 0
+        for round_number in range(target - 1, max(first, target - SNAPSHOTS_MAX) - 1, -1):
+            sections = counted_sections(self._chain, round_number)
+            if sections is None:
+                break
+            total += sum(self._bytes_lacking(section) for _, section in sections)
+            costs[round_number] = total
+            if total > 2 * self._states.layout.file_bytes:
+                break
+        return costs
+
+    def _bytes_lacking(self, section: Section) -> int:
+        return 0 if self._blobs.has(section.blob) else max(0, section.size - self._partial_bytes(section))
 
     async def snapshot_at(self, round_number: int) -> None:
         """Fetch exactly S_round, whose root the ledger names (used when our own computation disagrees)."""
-        self._states.remove(round_number)
-        await self._fetch_snapshot({round_number})
+        self._states.forget_index(round_number)  # the leaves that came out right need not be fetched
+        holders = (await self._snapshots.offers((round_number,))).get(round_number)
+        if not holders:
+            raise NetworkError(f"no peer serves a snapshot of round {round_number}")
+        await self._snapshots.fetch(round_number, holders)
 
     async def _genesis(self, root: bytes) -> None:
         self._report("making the first state", 0.0)
@@ -198,162 +276,77 @@ class Syncer:
                 return round_number
         return None
 
-    def _steps_between(self, first: int, target: int) -> list[Step] | None:
-        steps = [self._chain.commit_step(r) for r in range(first, target)]
-        known = [step for step in steps if step is not None]
-        return known if len(known) == len(steps) else None
+    # ---- forward -----------------------------------------------------------------------------------------------
 
-    def _blob_bytes(self, steps: Sequence[Step]) -> int:
-        return sum(section.size for _, section in _sections(steps) if not self._blobs.has(section.blob))
-
-    async def _replay_forward(self, target: int) -> None:
-        local = self._newest_local(target)
-        if local is None:
+    async def _forward(self, target: int) -> None:
+        """From the newest state here to the target: the next rounds' blobs come while one is applied."""
+        first = self._newest_local(target)
+        if first is None:
             await self._genesis(self._manifest.genesis_root)
-            local = 0
-        steps = self._steps_between(local, target)
-        if steps is None:
-            raise NetworkError(f"the ledger here does not reach from round {local} to {target}")
-        for number, step in enumerate(steps):
-            self._report(f"applying round {step.before.round}", number / len(steps))
-            await self.apply_step(step)
+            first = 0
+        self._log_distance(first, target)
+        steps: deque[tuple[Step, asyncio.Task[None]]] = deque()
+        places = asyncio.Semaphore(BLOBS_AT_ONCE)
+        self.meter.begin((await asyncio.to_thread(self._costs, first, target)).get(first, 0))
+        begun = time.monotonic()
+        try:
+            for number in range(first, target):
+                while len(steps) < min(ROUNDS_AHEAD, target - number):
+                    step = await self._step(number + len(steps), target)
+                    steps.append((step, asyncio.create_task(self._blobs_of(step, places))))
+                self._report(f"going forward to round {target}", (number - first) / (target - first))
+                step, fetching = steps.popleft()
+                await _first_failure([fetching, *(task for _, task in steps)])
+                await self._apply_step(step)
+                self.meter.work_seconds_left = (time.monotonic() - begun) / (number + 1 - first) * (target - number - 1)
+                await asyncio.to_thread(self._tidy, number + 1)
+        finally:
+            self.meter.end()
+            for _, task in steps:
+                task.cancel()
+            await asyncio.gather(*(task for _, task in steps), return_exceptions=True)
 
-    async def apply_step(self, step: Step) -> None:
-        """Fetch a commit's blobs and apply it to the state before it; its root must come out."""
+    def _log_distance(self, first: int, target: int) -> None:
+        if target - first > ROUNDS_AHEAD:
+            self._log(f"going forward from the state of round {first} to round {target}")
+
+    async def _step(self, number: int, target: int) -> Step:
+        step = await asyncio.to_thread(self._chain.commit_step, number)
+        if step is None:
+            raise NetworkError(f"the ledger here does not reach from round {number} to {target}")
+        return step
+
+    async def _blobs_of(self, step: Step, places: asyncio.Semaphore) -> None:
+        async def one(sender: str, section: Section) -> None:
+            async with places:
+                seconds = BLOB_SECONDS + section.size / BLOB_BYTES_PER_SECOND_MIN
+                await self.blob(section, sender, time.monotonic() + seconds)
+
         assert step.value is not None
-        deadline = time.monotonic() + max(60.0, self._manifest.rounds.blob_seconds)
-        await self.blobs(_sections([step]), deadline)
+        sections = [(h.signer, section) for h in step.value.headers for section in h.record.sections]
+        for problem in await asyncio.gather(*(one(*pair) for pair in sections), return_exceptions=True):
+            if problem is not None:
+                raise problem
+
+    async def _apply_step(self, step: Step) -> None:
+        """Apply a commit whose blobs are here to the state before it; its root must come out."""
+        assert step.value is not None
         root = await self._worker.apply(step.before.round, step.before.step, contributions(step.before, step.value))
         if root != step.after.state_root:
+            self._states.forget_index(step.after.round)
             raise IntegrityError(
                 "state_root",
                 f"round {step.before.round}",
-                f"the commit says {step.after.state_root.hex()[:16]}, computed here {root.hex()[:16]}",
+                f"the commit says {step.after.state_root.hex()[:16]}, computed here {root.hex()[:16]}: "
+                "this machine's arithmetic, memory or disk may be at fault",
             )
 
-    async def _snapshot(self, target: int) -> None:
-        rounds = {r for r in range(max(0, target - SNAPSHOTS_MAX), target + 1) if self._chain.root_at(r) is not None}
-        await self._fetch_snapshot(rounds)
-        await self._replay_forward(target)
 
-    async def _fetch_snapshot(self, rounds: set[int]) -> None:
-        """The newest snapshot of these rounds that anyone has, leaf by leaf from all who have it."""
-        offers: dict[int, list[str]] = {}
-        for peer, offered in await self._ask_all(self._contacts.volunteers(), self._snapshots_of):
-            for round_number in rounds.intersection(offered):
-                offers.setdefault(round_number, []).append(peer)
-        for round_number in sorted(offers, reverse=True):
-            index = await self._index(offers[round_number], round_number)
-            try:
-                if index is not None:
-                    await self._leaves(index, offers[round_number])
-                    return
-            except (NetworkError, RemoteError) as error:
-                self._log(f"snapshot of round {round_number}: {error}")
-        raise NetworkError("no peer serves a snapshot that fits the ledger")
-
-    async def _ask_all(self, peers: Sequence[str], ask: Callable[[str], Awaitable[T]]) -> list[tuple[str, T]]:
-        """(peer, answer) of all who answer, in random order; whoever does not keeps nobody else waiting."""
-        places = asyncio.Semaphore(ASKED_AT_ONCE)
-
-        async def one(peer: str) -> tuple[str, T] | None:
-            async with places:
-                try:
-                    return peer, await ask(peer)
-                except (NetworkError, RemoteError) as error:
-                    self._log(f"asking {peer} for a snapshot: {error}")
-                    return None
-
-        answers = await asyncio.gather(*(one(peer) for peer in random.sample(peers, len(peers))))
-        return [answer for answer in answers if answer is not None]
-
-    async def _snapshots_of(self, peer: str) -> tuple[int, ...]:
-        raw = await self._transport.call(peer, SNAPSHOTS, b"", timeout_seconds=CALL_SECONDS)
-        return decode(SnapshotsReply, raw, peer=peer).rounds
-
-    async def _index(self, peers: Sequence[str], round_number: int) -> SnapshotIndex | None:
-        """The index from any of these peers, few of whom are asked unless they lie; None if all do."""
-        left, at_once = random.sample(peers, len(peers)), 2
-        while left:
-            asked, left = left[:at_once], left[at_once:]
-            at_once *= 2
-            found = await self._ask_all(asked, functools.partial(self._index_from, round_number=round_number))
-            if found:
-                return found[0][1]
-        return None
-
-    async def _index_from(self, peer: str, round_number: int) -> SnapshotIndex:
-        request = encode(IndexRequest(round=round_number))
-        raw = await self._transport.call(peer, INDEX, request, timeout_seconds=CALL_SECONDS)
-        index = decode(SnapshotIndex, raw, peer=peer)
-        if index.round != round_number or state_root(index) != self._chain.root_at(round_number):
-            raise RemoteError("state_root", f"its index of round {round_number} is not the ledger's state", peer)
-        return index
-
-    async def _leaves(self, index: SnapshotIndex, holders: Sequence[str]) -> None:
-        receiver = await asyncio.to_thread(self._states.receiver, index)
-        wanted = receiver.missing()
-        total = max(len(wanted), 1)
-        batches = [wanted[i : i + LEAVES_MAX] for i in range(0, len(wanted), LEAVES_MAX)]
-        queue: asyncio.Queue[list[tuple[int, int]]] = asyncio.Queue()
-        for batch in batches:
-            queue.put_nowait(batch)
-
-        async def draw_from(peer: str) -> None:
-            while not queue.empty():
-                batch = queue.get_nowait()
-                try:
-                    await self._batch(receiver, index, peer, batch)
-                except (NetworkError, RemoteError) as error:
-                    queue.put_nowait(batch)
-                    self._log(f"snapshot: {peer} is dropped: {error}")
-                    return
-                self._report(f"fetching the state of round {index.round}", 1 - len(receiver.missing()) / total)
-
-        chosen = list(holders)
-        random.shuffle(chosen)
-        while receiver.missing() and chosen:
-            some, chosen = chosen[:HOLDERS_AT_ONCE], chosen[HOLDERS_AT_ONCE:]
-            await asyncio.gather(*(draw_from(peer) for peer in some))
-        if receiver.missing():
-            raise NetworkError(f"{len(receiver.missing())} pieces of the snapshot are still missing; they are kept")
-        await asyncio.to_thread(receiver.finish)
-
-    async def _batch(
-        self, receiver: Receiver, index: SnapshotIndex, peer: str, batch: Sequence[tuple[int, int]]
-    ) -> None:
-        missing = set(receiver.missing())
-        wanted = [leaf for leaf in batch if leaf in missing]
-        if not wanted:
-            return
-        sizes = [self._states.layout.tensors[tensor].leaf(leaf)[1] for tensor, leaf in wanted]
-        leaves = tuple(Leaf(tensor=tensor, leaf=leaf) for tensor, leaf in wanted)
-        request = encode(LeavesRequest(round=index.round, leaves=leaves))
-        stream = self._transport.stream(peer, LEAVES, request, idle_seconds=IDLE_SECONDS, bytes_max=sum(sizes))
-        async for (tensor, leaf), data in _cut(stream, wanted, sizes):
-            receiver.put(tensor, leaf, data)
-
-
-def _sections(steps: Sequence[Step]) -> list[tuple[str, Section]]:
-    return [
-        (h.signer, section) for step in steps if step.value for h in step.value.headers for section in h.record.sections
-    ]
-
-
-async def _cut(
-    stream: AsyncIterator[bytes], names: Sequence[tuple[int, int]], sizes: Sequence[int]
-) -> AsyncIterator[tuple[tuple[int, int], bytes]]:
-    """Cut a stream of bytes into the pieces asked for, in order. Raises `NetworkError` if it is short or too slow."""
-    buffer = bytearray()
-    clock = asyncio.get_running_loop().time
-    number, deadline = 0, clock() + LEAF_SECONDS
-    async for chunk in stream:
-        buffer += chunk
-        while number < len(sizes) and len(buffer) >= sizes[number]:
-            yield names[number], bytes(buffer[: sizes[number]])
-            del buffer[: sizes[number]]
-            number, deadline = number + 1, clock() + LEAF_SECONDS
-        if number < len(sizes) and clock() > deadline:
-            raise NetworkError("the stream of leaves is too slow")
-    if number < len(sizes) or buffer:
-        raise NetworkError("the stream of leaves ended early")
+async def _first_failure(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for the first of these; raise at once what any of them failed with, for then all is in vain."""
+    while not tasks[0].done():
+        await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
+    await tasks[0]

@@ -348,10 +348,12 @@ class StateStore:
         self._remove_partial(round)
 
     def remove_partials(self, rounds: Container[int]) -> None:
-        """Remove downloads of these rounds that never came to an end."""
-        for path in self.directory.glob("*.partial"):
+        """Remove downloads of these rounds that never came to an end, and states that never came to count."""
+        for path in [*self.directory.glob("*.partial"), *self.directory.glob("*.safetensors")]:
             if path.stem.isdecimal() and int(path.stem) in rounds:
                 self._remove_partial(int(path.stem))
+                if not self.index_path(int(path.stem)).exists():
+                    remove(self.path(int(path.stem)))
 
     def _remove_partial(self, round: int) -> None:
         for path in (self.partial(round), self.wanted_path(round), self.arrived_path(round)):

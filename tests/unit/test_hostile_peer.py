@@ -23,9 +23,9 @@ from spes_p2p.crypto.envelope import seal, unseal
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.blobs import BlobRange
 from spes_p2p.net.libp2p import LibP2P
-from spes_p2p.peer import retention
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.peer import Peer
+from spes_p2p.peer.retention import Retention
 from spes_p2p.peer.service import Service
 from spes_protocols import control_pb2
 from spes_protocols.codec import encode
@@ -36,6 +36,7 @@ from spes_protocols.requests import (
     CHAIN_BYTES_MAX,
     HELLO,
     INDEX,
+    KNOWN_MAX,
     LEAVES,
     PUSH,
     ChainRequest,
@@ -271,7 +272,9 @@ def test_a_blob_that_is_needed_again_outlives_its_first_round(tmp_path: Path) ->
         head = log.chain.head
         place = {"round": head.round, "base": head.id, "state_root": head.state_root}
         log.close_round([seal(replace(ada.record, **place), ADA), seal(replace(bob.record, **place), BOB)])
-    retention.tidy(log.chain, log.states, log.blobs, PeerOptions(home=tmp_path, disk_bytes_max=0))
+    Retention(
+        log.chain, log.states, log.blobs, PeerOptions(home=tmp_path, disk_bytes_max=0), log=lambda line: None
+    ).tidy()
     assert all(log.blobs.has(section.blob) for section in (*ada.record.sections, *bob.record.sections))
 
 
@@ -324,7 +327,7 @@ def test_a_chain_request_does_not_read_more_than_it_sends(
 
         monkeypatch.setattr(peer.chain.db, "chain", chain)
         monkeypatch.setattr("spes_p2p.peer.service.CHAIN_BYTES_MAX", 10 * len(commit[1]))
-        raw = await network[CARL.peer_id].receive(EVE.peer_id, CHAIN, encode(ChainRequest(first=0)))
+        raw = await network[CARL.peer_id].receive(EVE.peer_id, CHAIN, encode(ChainRequest(known=(bytes(32),))))
         assert len(raw) > len(commit[1])
         assert sum(read) <= 20
 
@@ -372,7 +375,7 @@ def samples(log: RunLog) -> list[bytes]:
         seal(End(run_id=head.run_id), ORGANIZER).raw,
         *(data for _, data in log.db.chain(0, 10)),
         presence(EVE, log, 2**53).raw,
-        encode(ChainRequest(first=2**53)),
+        encode(ChainRequest(known=(bytes(32),) * KNOWN_MAX)),
         encode(IndexRequest(round=2**53)),
         encode(LeavesRequest(round=2, leaves=(Leaf(tensor=2**20, leaf=2**20),))),
         encode(LeavesRequest(round=2**53, leaves=(Leaf(tensor=0, leaf=0),))),

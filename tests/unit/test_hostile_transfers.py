@@ -13,7 +13,7 @@ import pytest
 
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.blobs import CHUNK_BYTES, fetch_blob, serve_blobs
-from spes_p2p.peer import sync
+from spes_p2p.peer import leaves as crews
 from spes_p2p.peer.contacts import Contacts
 from spes_p2p.peer.sync import Syncer
 from spes_p2p.peer.worker import Worker
@@ -133,7 +133,7 @@ def test_everybody_is_asked_for_snapshots_at_the_same_time(tmp_path: Path, log: 
         for _ in range(6):
             MemoryTransport(network, Identity.generate()).handle(SNAPSHOTS, silent)
         with pytest.raises(NetworkError, match="no peer serves a snapshot"):
-            await syncer._fetch_snapshot({1})
+            await syncer.snapshot_at(1)
 
     asyncio.run(whole())
 
@@ -170,14 +170,14 @@ def test_a_snapshot_comes_from_whoever_has_it_among_those_who_lie_about_it(tmp_p
         honest.handle(SNAPSHOTS, offer)
         honest.handle(INDEX, index)
         honest.handle_stream(LEAVES, leaves)
-        await syncer._fetch_snapshot({1})
+        await syncer.snapshot_at(1)
         assert syncer.has_state(1, root)
 
     asyncio.run(whole())
 
 
 def test_leaves_that_drip_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "LEAF_SECONDS", 0.3)
+    monkeypatch.setattr(crews, "LEAF_SECONDS", 0.3)
 
     async def drip() -> AsyncIterator[bytes]:
         while True:
@@ -188,7 +188,7 @@ def test_leaves_that_drip_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def whole() -> None:
         async with asyncio.timeout(20.0):
-            [piece async for piece in sync._cut(drip(), [(0, 0)], [1_000_000])]
+            [piece async for piece in crews.cut(drip(), [(0, 0)], [1_000_000])]
 
     with pytest.raises(NetworkError, match="slow"):
         asyncio.run(whole())
