@@ -146,8 +146,11 @@ def _summary(status: StatusReply) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
+    from spes_client.view import pace
+
     steps = f", step {status.step}/{status.steps}" if status.steps else ""
-    doing = f", {status.progress_text} {status.progress:.0%}" if status.progress_text and status.progress >= 0 else ""
+    busy = bool(status.progress_text) and status.progress >= 0
+    doing = f", {status.progress_text} {status.progress:.0%}{pace(status)}" if busy else ""
     paths = {link.peer: link.path for link in status.links}
     direct, relayed = list(paths.values()).count("direct"), list(paths.values()).count("relayed")
     pid = f" (pid {status.trainer_pid})" if status.trainer_pid else ""

@@ -18,6 +18,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from spes_client.ui import bytes_text, count_text, fingerprint, one_line, short_peer
+from spes_p2p.peer.meter import span
 from spes_protocols.control_pb2 import StatusReply
 
 WIDTH_MIN, HEIGHT_MIN = 40, 10
@@ -76,14 +77,26 @@ def plain_line(previous: StatusReply | None, status: StatusReply) -> str | None:
         remarks.append(f"run {status.run_name} {status.run_id[:12]} by organizer {fingerprint(status.organizer)}")
     if (status.round, _coarse(status.phase)) != (old.round, _coarse(old.phase)):
         remarks.append(_round_remark(status))
-    if status.progress_text and status.progress_text != old.progress_text:
-        remarks.append(status.progress_text)
+    if status.progress_text and (status.progress_text, _tenths(status)) != (old.progress_text, _tenths(old)):
+        remarks.append(status.progress_text + (f" {status.progress:.0%}{pace(status)}" if _tenths(status) else ""))
     remarks += _group_remarks(old, status)
     if status.trainer != old.trainer and status.trainer:
         remarks.append(f"trainer {status.trainer}")
     if status.last_error and status.last_error != old.last_error:
         remarks.append(f"error: {status.last_error}")
     return one_line("; ".join(remarks)) or None
+
+
+def pace(status: StatusReply) -> str:
+    """The rate of a download and the time left, to stand behind its share; empty where there is neither."""
+    rate, left = status.progress_bytes_per_second, status.progress_seconds_left
+    told = f", {bytes_text(rate)}/s" if rate >= 1 and math.isfinite(rate) else ""
+    return told + (f", {span(left)} left" if told and left >= 0 else "")
+
+
+def _tenths(status: StatusReply) -> int:
+    """How far a download is, coarsely enough for a log."""
+    return int(10 * min(max(status.progress, 0.0), 1.0)) if status.progress_bytes_per_second > 0 else 0
 
 
 def _coarse(phase: str) -> str:
@@ -162,7 +175,7 @@ def _phase_line(status: StatusReply, columns: int) -> Text:
     if status.progress_text and status.progress >= 0:
         share = min(1.0, status.progress)
         line.append(f"  {one_line(status.progress_text)}")
-        amount = f"{share:4.0%}"
+        amount = f"{share:4.0%}{pace(status)}"
     elif status.steps:
         share = min(1.0, status.step / status.steps)
         amount = f"{status.step}/{status.steps} steps"

@@ -197,6 +197,22 @@ def test_it_always_fits(
     assert lines[-1].startswith("╰") and lines[0].startswith("╭")
 
 
+def test_a_download_tells_its_rate_and_the_time_left() -> None:
+    status = StatusReply(
+        phase="joining", progress=0.45, progress_text="fetching the state", progress_bytes_per_second=12.3e6,
+        progress_seconds_left=3700.0,
+    )  # fmt: skip
+    line = next(line for line in text(status, 120, 30) if "fetching the state" in line)
+    assert "45%, 12.3 MB/s, 62 min left" in line
+    assert plain_line(None, status) == "round 0 joining; fetching the state 45%, 12.3 MB/s, 62 min left"
+    later = StatusReply()
+    later.CopyFrom(status)
+    later.progress = 0.49
+    assert plain_line(status, later) is None
+    later.progress, later.progress_seconds_left = 0.5, -1.0
+    assert plain_line(status, later) == "fetching the state 50%, 12.3 MB/s"
+
+
 def test_log_lines_tell_what_changed() -> None:
     status = sample()
     first = plain_line(None, status)
