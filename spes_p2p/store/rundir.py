@@ -26,6 +26,9 @@ from spes_protocols.messages import Signed
 from spes_protocols.types import ENVELOPE_BYTES_MAX
 
 _MANIFEST = "manifest"
+EVENTS = "events.jsonl"
+"""The event log in a run's directory."""
+
 _DIRECTORIES = ("blobs", "snapshots", "optim", "out", "cache")
 
 
@@ -120,7 +123,7 @@ class RunDir:
     @property
     def events_path(self) -> Path:
         """What happened, for when something went wrong."""
-        return self.path / "events.jsonl"
+        return self.path / EVENTS
 
     def ledger(self) -> LedgerDB:
         """Open the ledger, empty if it is new."""
