@@ -57,6 +57,7 @@ _TINY: dict[str, Any] = {
         "propose_seconds": 5.0,
         "vote_seconds": 5.0,
         "stall_seconds": 120.0,
+        "lease_seconds": 300.0,
     },
     # alpha 0.1 falling to 0 over the first quarter of the run, at every round: best of the small ablation.
     "merging": {"alpha": 0.1, "interval": 20, "until_step": 60, "top": 4},

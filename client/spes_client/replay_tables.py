@@ -55,7 +55,7 @@ def _fitting(lines: Sequence[Sequence[str]], width: int) -> list[int]:
 
 def _overview_cells(row: Row) -> list[str]:
     cells = _commit_cells(row) if row.kind == "commit" else [""] * (_FIGURES - 1)
-    name = f"{row.round}" if row.in_force else f"({row.round})"
+    name = f"{row.round}"
     refused = ", ".join(f"{short_peer(g.peer)} {g.refused}" for g in row.given if g.refused)
     note = refused if row.kind == "commit" else f"{row.kind} by {short_peer(row.signer)}"
     return [name, *cells, note, _owners(row), row.state_root.hex()[:12]]
@@ -102,7 +102,7 @@ def details(rows: Sequence[Row]) -> list[RenderableType]:
 def _pairs(row: Row) -> list[tuple[str, str]]:
     pairs = [
         (row.kind, row.id.hex()),
-        ("round", f"{row.round}" if row.in_force else f"{row.round}, taken back by a later reset"),
+        ("round", f"{row.round}"),
         ("follows", row.parent.hex()),
         ("epoch", row.epoch.hex()),
         ("state after", row.state_root.hex()),

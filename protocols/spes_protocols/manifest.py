@@ -117,6 +117,8 @@ class Rounds:
     vote_seconds: Annotated[float, Range(0.05, 3600.0)] = 10.0
     view_growth: Annotated[float, Range(1.0, 4.0)] = 1.5
     stall_seconds: Annotated[float, Range(1.0, 86_400.0)] = 600.0
+    on_majority_loss: Annotated[str, OneOf(("continue", "pause"))] = "continue"
+    lease_seconds: Annotated[float, Range(1.0, 604_800.0)] = 3600.0
     lease_rounds: Annotated[int, Range(1, 10_000)] = 3
     offences_max: Annotated[int, Range(1, 10_000)] = 3
     standby_share: Fraction = 0.25
@@ -127,6 +129,8 @@ class Rounds:
         steps = [phase.from_step for phase in self.phases]
         if steps[0] != 0 or steps != sorted(set(steps)):
             raise SchemaError("phases", steps, "from_step values that begin at 0 and ascend")
+        if self.lease_seconds < self.stall_seconds:
+            raise SchemaError("lease_seconds", self.lease_seconds, f"at least stall_seconds = {self.stall_seconds}")
 
 
 @dataclass(frozen=True, kw_only=True)

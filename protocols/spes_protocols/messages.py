@@ -7,7 +7,7 @@ of another. Nothing here checks a signature: `spes_p2p.crypto.envelope` turns by
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Generic, TypeVar
 
 from spes_protocols.codec import Matches, OneOf, Range, Size, digest, sha256
@@ -30,6 +30,9 @@ MICRO = 1_000_000
 
 ORDERS_MAX = 64
 """Organizer records in one set."""
+
+EVIDENCE_MAX = 64
+"""Double voters in one set."""
 
 ADDRESSES_MAX = 16
 """Addresses in a presence."""
@@ -177,11 +180,20 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Two different votes, or headers, of one signer in one place (SPEC 5.11)."""
+
+    first: Envelope
+    second: Envelope
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProposedSet:
     """What a round's vote is about (SPEC 5.3): everything that decides the next state except its root.
 
     `headers`, `claims`, `releases` and `orders` (organizer records) are signed envelopes, each list in ascending order
-    of the signer's peer id, one per signer.
+    of the signer's peer id, one per signer. `dropped` are the groups whose owners are given up; a set that has some is
+    a degraded one (SPEC 5.12).
     """
 
     run_id: Digest
@@ -193,6 +205,8 @@ class ProposedSet:
     claims: Annotated[tuple[Envelope, ...], Size(0, PEERS_MAX)] = ()
     releases: Annotated[tuple[Envelope, ...], Size(0, PEERS_MAX)] = ()
     orders: Annotated[tuple[Envelope, ...], Size(0, ORDERS_MAX)] = ()
+    evidence: Annotated[tuple[Evidence, ...], Size(0, EVIDENCE_MAX)] = ()
+    dropped: Groups = ()
 
 
 @dataclass(frozen=True)
@@ -205,11 +219,17 @@ class VerifiedSet:
     claims: tuple[Signed[Claim], ...]
     releases: tuple[Signed[Release], ...]
     orders: tuple[Signed[Ban] | Signed[End], ...]
+    evidence: tuple[DoubleVote, ...] = ()
 
     @functools.cached_property
     def id(self) -> bytes:
         """What is voted on: the digest of the proposed set."""
         return digest(self.value)
+
+    @functools.cached_property
+    def core_id(self) -> bytes:
+        """The id that the set has when it drops nobody: a degraded set may stand in for that one (SPEC 5.12)."""
+        return self.id if not self.value.dropped else digest(replace(self.value, dropped=()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +248,10 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True)
 class Prevote:
-    """First vote (SPEC 5.5): the id of a proposed set, or no bytes for nil."""
+    """First vote (SPEC 5.5): the id of a proposed set, or no bytes for nil.
+
+    `degraded`: the signer has waited `stall_seconds` and consents to a commit by fewer than a quorum (SPEC 5.12).
+    """
 
     KIND: ClassVar[str] = "prevote"
     run_id: Digest
@@ -236,11 +259,15 @@ class Prevote:
     round: Count
     view: Small
     value: DigestOrNil
+    degraded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precommit:
-    """Second vote (SPEC 5.6): the set's id and the state root that applying it gave; both empty for nil."""
+    """Second vote (SPEC 5.6): the set's id and the state root that applying it gave; both empty for nil.
+
+    `degraded` as in a prevote.
+    """
 
     KIND: ClassVar[str] = "precommit"
     run_id: Digest
@@ -249,6 +276,14 @@ class Precommit:
     view: Small
     value: DigestOrNil
     state_root: DigestOrNil
+    degraded: bool = False
+
+
+Word = Signed[Header] | Signed[Prevote] | Signed[Precommit]
+"""What a peer may say only once in one place (SPEC 5.5)."""
+
+DoubleVote = tuple[Word, Word]
+"""What one signer said twice in one place (SPEC 5.11)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,10 +342,14 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Reset:
-    """Organizer record that goes on from commit `parent` with a new owner table and a new epoch (SPEC 5.10)."""
+    """Organizer record that goes on from commit `parent` with a new owner table and a new epoch (SPEC 5.10).
+
+    `number` grows from reset to reset, so that everybody knows which is the last.
+    """
 
     KIND: ClassVar[str] = "reset"
     run_id: Digest
+    number: Count
     parent: Digest
     round: Count
     state_root: Digest
@@ -372,5 +411,5 @@ class SnapshotIndex:
     tensors: Annotated[tuple[TensorIndex, ...], Size(1, 1 << 18)]
 
 
-RESERVED_KINDS = ("degraded", "evidence", "objection")
+RESERVED_KINDS = ("objection",)
 """Kinds that SPEC names and this version refuses."""

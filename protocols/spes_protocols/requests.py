@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from spes_protocols.codec import OneOf, Size
-from spes_protocols.types import PEERS_MAX, Count, Envelope, Small
+from spes_protocols.types import PEERS_MAX, Count, Digest, Envelope, Small
 
 HELLO = "spes/1/hello"
 MANIFEST = "spes/1/manifest"
@@ -26,6 +26,9 @@ PRESENCES_MAX = 64
 
 CHAIN_ENTRIES_MAX = 256
 """Records in one reply to CHAIN."""
+
+KNOWN_MAX = 64
+"""Heads that a CHAIN request names."""
 
 CHAIN_BYTES_MAX = 2 * 1024 * 1024
 """A reply to CHAIN ends before it grows beyond this; the first record of it is always whole."""
@@ -53,9 +56,9 @@ class ClaimsReply:
 
 @dataclass(frozen=True, kw_only=True)
 class ChainRequest:
-    """Records of the ledger from position `first` on."""
+    """Records of the ledger after the first of these heads that the peer has too; the asker's, newest first."""
 
-    first: Count
+    known: Annotated[tuple[Digest, ...], Size(1, KNOWN_MAX)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +71,13 @@ class ChainEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ChainReply:
-    """Consecutive records; `length` is how many the peer has in all."""
+    """Consecutive records, the first at position `first`.
 
+    `length` is how many the peer has in all, `resets` the number of its last reset.
+    """
+
+    first: Count
+    resets: Count
     entries: Annotated[tuple[ChainEntry, ...], Size(0, CHAIN_ENTRIES_MAX)]
     length: Count
 

@@ -3,23 +3,33 @@
     view 0:  leader --Proposal--> all --Prevote--> > 2/3 one set --apply--> Precommit(root) --> > 2/3 one root: decided
     view 1:  the next leader tries again when a timeout says that view 0 led nowhere, and so on
 
-Locks are on the proposed set; a precommit adds the state root that applying it gave. Messages and a time go in, outputs
-and a next deadline come out. The machine never signs: it says what to sign (`Say`), and counts its own votes only when
-they come back signed and stored. "Rule n" in comments is a line of the paper's algorithm.
+Locks are on the proposed set; a precommit adds the state root that applying it gave. A peer that has waited too long
+consents to fewer votes (`relent`, SPEC 5.12). Messages and a time go in, outputs and a next deadline come out. The
+machine never signs: it says what to sign (`Say`), and counts its own votes only when they come back signed and stored.
+"Rule n" in comments is a line of the paper's algorithm.
 """
 
 from __future__ import annotations
 
-import enum
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
 
-from spes_p2p.core.members import Electorate
+from spes_p2p.core.members import Electorate, Strength
+from spes_p2p.core.outputs import (
+    Abstain,
+    Apply,
+    Build,
+    Check,
+    Decided,
+    Doubled,
+    Halt,
+    Resend,
+    RootsDiffer,
+    Say,
+)
+from spes_p2p.core.views import NIL, Leniency, Step, Timeouts, View, Vote
 from spes_protocols.codec import digest
 from spes_protocols.messages import Precommit, Prevote, Proposal, Signed, VerifiedSet
-
-NIL = b""
 
 VIEWS_AHEAD_MAX = 100
 """Votes for views further ahead than this are dropped, so that memory stays bounded."""
@@ -27,123 +37,14 @@ VIEWS_AHEAD_MAX = 100
 PROPOSALS_AHEAD_MAX = 2
 """The same for proposals, which are large; they are sent again once this peer is there."""
 
+VIEWS_HELPED_MAX = 8
+"""Earlier views whose own votes are said again because somebody still votes there."""
+
 OTHERS_MAX = 4
 """Further proposals of one leader in one view that are looked at, for the proof they may carry."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timeouts:
-    """Seconds a view waits, times `growth` ** view (SPEC 5.7). `check_seconds`: more for a proposal being checked."""
-
-    propose_seconds: float
-    vote_seconds: float
-    check_seconds: float
-    growth: float
-
-    def of(self, seconds: float, view: int) -> float:
-        return seconds * self.growth ** min(view, 20)
-
-
-@dataclass(frozen=True)
-class Build:
-    """The leader needs a set to propose; answer with `on_built`."""
-
-    view: int
-
-
-@dataclass(frozen=True)
-class Check:
-    """A proposed set must be checked; answer with `on_checked`."""
-
-    value: VerifiedSet
-
-
-@dataclass(frozen=True)
-class Apply:
-    """A quorum wants this set; apply it and answer with `on_applied`."""
-
-    value: VerifiedSet
-
-
-@dataclass(frozen=True)
-class Say:
-    """Sign this, store it, send it to all, and hand it back signed.
-
-    `proof` are the prevotes that justify a lock. They are stored before the precommit and restored with it: who
-    restarts with a lock that it cannot justify to others could block them for ever (SPEC 5.6).
-    """
-
-    record: Proposal | Prevote | Precommit
-    proof: tuple[Signed[Prevote], ...] = ()
-
-
-@dataclass(frozen=True)
-class Resend:
-    """Send these again: someone may have missed them."""
-
-    messages: tuple[Signed[Proposal] | Signed[Prevote] | Signed[Precommit], ...]
-
-
-@dataclass(frozen=True)
-class Decided:
-    """The round is closed: a quorum of precommits of one view names this set and root."""
-
-    value: VerifiedSet
-    state_root: bytes
-    view: int
-    precommits: tuple[Signed[Precommit], ...]
-
-
-@dataclass(frozen=True)
-class RootsDiffer:
-    """The plurality computed another state root than this peer, which recomputes once (SPEC 5.6)."""
-
-    value: VerifiedSet
-    mine: bytes
-    theirs: bytes
-
-
-@dataclass(frozen=True)
-class Halt:
-    """No root can win: the run stops here until the organizer resets it (SPEC 5.6)."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Abstain:
-    """A vote of ours that we do not remember was shown to us: no more votes in this round (SPEC 5.6)."""
-
-    reason: str
-
-
-Output = Build | Check | Apply | Say | Resend | Decided | RootsDiffer | Halt | Abstain
-Vote = Signed[Prevote] | Signed[Precommit]
-
-
-class Step(enum.IntEnum):
-    """Where a view stands for this peer."""
-
-    PROPOSE = 0
-    PREVOTE = 1
-    PRECOMMIT = 2
-
-
-@dataclass
-class _View:
-    """What was heard in one view; the first vote of a signer counts, a second is ignored."""
-
-    proposal: Signed[Proposal] | None = None
-    proposed_id: bytes = NIL
-    others: int = 0
-    prevotes: dict[str, Signed[Prevote]] = field(default_factory=dict)
-    precommits: dict[str, Signed[Precommit]] = field(default_factory=dict)
-    prevoted: dict[bytes, int] = field(default_factory=lambda: defaultdict(int))
-    precommitted: dict[tuple[bytes, bytes], int] = field(default_factory=lambda: defaultdict(int))
-    timers: dict[Step, float] = field(default_factory=dict)
-    timed: set[Step] = field(default_factory=set)
-    extended: bool = False
-    roots_differ: bool = False
+Output = Build | Check | Apply | Say | Resend | Decided | RootsDiffer | Halt | Abstain | Doubled
 
 
 class Agreement:
@@ -161,11 +62,12 @@ class Agreement:
         self.decided = False
         self.abstains = False
         self.halted = False
+        self.leniency = Leniency.QUORUM
         self.locked_view = -1
         self.locked_id = NIL
         self.valid_view = -1
         self.valid_id = NIL
-        self._views: dict[int, _View] = defaultdict(_View)
+        self._views: dict[int, View] = defaultdict(View)
         self._sets: dict[bytes, VerifiedSet] = {}
         self._checked: dict[bytes, bool | None] = {}
         self._roots: dict[bytes, bytes | None] = {}
@@ -174,6 +76,7 @@ class Agreement:
         self._split_views: set[int] = set()
         self._said: dict[tuple[int, str], Signed[Proposal] | Vote] = {}
         self._resend_at: float | None = None
+        self._asked_views: set[int] = set()
 
     # ---- what goes in ------------------------------------------------------------------------------------------
 
@@ -248,8 +151,10 @@ class Agreement:
             return self._compare_own(signed)
         if not self._in_reach(record.view, VIEWS_AHEAD_MAX):
             return []
-        self._count(signed)
-        return self._progress(now)
+        doubled = self._count(signed)
+        if 0 <= record.view < self.view and len(self._asked_views) < VIEWS_HELPED_MAX:
+            self._asked_views.add(record.view)  # its signer may need our votes there to go on
+        return doubled + self._progress(now)
 
     def on_said(self, signed: Signed[Proposal] | Vote, now: float, value: VerifiedSet | None = None) -> list[Output]:
         """An own message, signed and stored. It may differ from what was asked when the store held an earlier one."""
@@ -264,7 +169,7 @@ class Agreement:
         self._sets.setdefault(value.id, value)
         if view != self.view or self.abstains or self._views[view].proposal is not None:
             return []
-        return [Say(Proposal(view=view, valid_view=-1, value=value.value))]
+        return [Say(self._proposal(view, value))]
 
     def on_checked(self, value_id: bytes, valid: bool, now: float) -> list[Output]:
         """Whether a set passes all checks that any member can recompute."""
@@ -276,10 +181,20 @@ class Agreement:
         self._roots[value_id] = state_root
         return self._progress(now)
 
+    def relent(self, leniency: Leniency, now: float) -> list[Output]:
+        """This peer has waited long enough: consent to a commit by fewer than a quorum from now on (SPEC 5.12)."""
+        self.leniency = max(self.leniency, leniency)
+        return self._progress(now)
+
+    def heard(self, since_view: int) -> set[str]:
+        """Who has voted in this view or a later one."""
+        recent = (view for number, view in self._views.items() if number >= since_view)
+        return {peer for view in recent for peer in view.voters}
+
     def on_tick(self, now: float) -> list[Output]:
         """Let timeouts that are due happen."""
         outputs: list[Output] = []
-        view = self._views[self.view] if self.view >= 0 else _View()
+        view = self._views[self.view] if self.view >= 0 else View()
         for step, deadline in sorted(view.timers.items()):
             if deadline <= now and view.timers.pop(step, None) is not None:
                 outputs += self._on_timeout(step, now)
@@ -305,7 +220,7 @@ class Agreement:
     @property
     def is_called(self) -> bool:
         """More than a third of the votes take part already: time to start, whatever this peer waits for."""
-        heard = {peer for view in self._views.values() for peer in (*view.prevotes, *view.precommits)}
+        heard = self.heard(0)
         return self.electorate.is_blocking(self.electorate.weight(heard))
 
     @property
@@ -321,17 +236,17 @@ class Agreement:
         view = self._views[signed.record.view]
         view.proposal, view.proposed_id = signed, value_id
 
-    def _count(self, signed: Vote) -> None:
-        record = signed.record
-        if (record.run_id, record.epoch, record.round) != self.place or signed.signer not in self.electorate.weights:
-            return
-        view, weight = self._views[record.view], self.electorate.weights[signed.signer]
-        if isinstance(record, Prevote) and signed.signer not in view.prevotes:
-            view.prevotes[signed.signer] = signed  # type: ignore[assignment]
-            view.prevoted[record.value] += weight
-        elif isinstance(record, Precommit) and signed.signer not in view.precommits:
-            view.precommits[signed.signer] = signed  # type: ignore[assignment]
-            view.precommitted[(record.value, record.state_root)] += weight
+    def _count(self, signed: Vote) -> list[Output]:
+        record, weight = signed.record, self.electorate.weights.get(signed.signer, 0)
+        if not weight or (record.run_id, record.epoch, record.round) != self.place:
+            return []
+        view = self._views[record.view]
+        other: Vote | None
+        if isinstance(record, Prevote):
+            other = view.prevotes.count(signed, weight)  # type: ignore[arg-type]
+        else:
+            other = view.precommits.count(signed, weight)  # type: ignore[arg-type]
+        return [] if other is None else [Doubled(other, signed)]
 
     def _take_proof(self, proposal: Proposal, value_id: bytes, polc: tuple[Signed[Prevote], ...]) -> list[Output]:
         """Prevotes that prove an earlier quorum. They prove it even to a peer that a liar had sent another vote."""
@@ -339,17 +254,28 @@ class Agreement:
         if not 0 <= number < proposal.view:
             return []
         outputs: list[Output] = []
-        run_id, epoch, round_number = self.place
-        named = Prevote(run_id=run_id, epoch=epoch, round=round_number, view=number, value=value_id)
-        votes = [vote for vote in polc if vote.record == named]
-        for vote in votes:
-            if vote.signer == self.me:
-                outputs += self._compare_own(vote)
-            else:
-                self._count(vote)
-        if self.electorate.is_quorum(self.electorate.weight(vote.signer for vote in votes)):
-            self._proofs.setdefault((number, value_id), tuple(votes))
+        core = self._sets[value_id].core_id if value_id in self._sets else value_id
+        for chosen in dict.fromkeys((value_id, core)):
+            votes = [vote for vote in polc if self._is_prevote_for(vote.record, number, chosen)]
+            for vote in votes:
+                outputs += self._compare_own(vote) if vote.signer == self.me else self._count(vote)
+            agreeing = self.electorate.weight(vote.signer for vote in votes)
+            consenting = {vote.signer for vote in votes if vote.record.degraded}
+            dropped = self._dropped(chosen)
+            if dropped is not None and self.electorate.strength(agreeing, consenting, dropped):
+                self._proofs.setdefault((number, chosen), tuple(votes))
         return outputs
+
+    def _is_prevote_for(self, record: Prevote, view: int, value_id: bytes) -> bool:
+        place = (record.run_id, record.epoch, record.round)
+        return (place, record.view, record.value) == (self.place, view, value_id)
+
+    def _dropped(self, value_id: bytes) -> Collection[int] | None:
+        """The groups that a set drops; none in what stands behind a degraded set; None for a set not heard of."""
+        known = self._sets.get(value_id)
+        if known is not None:
+            return known.value.dropped
+        return () if any(value.core_id == value_id for value in self._sets.values()) else None
 
     def _compare_own(self, signed: Vote) -> list[Output]:
         """An own vote that comes from outside is one we remember, or we have lost our memory (SPEC 5.6)."""
@@ -365,16 +291,40 @@ class Agreement:
         self.view, self.step = number, Step.PROPOSE
         view = self._views[number]
         wait = self.timeouts.propose_seconds
-        view.timers = {Step.PROPOSE: now + self.timeouts.of(wait, number)}
+        view.timers = {Step.PROPOSE: now + self._wait(wait, number)}
         view.timed.add(Step.PROPOSE)
         self._arm_resend(now)
         if self.electorate.leader(number) != self.me or view.proposal is not None or self.abstains:
             return []
-        if self.valid_id and self.valid_id in self._sets:
-            proof = tuple(vote.raw for vote in self._proof(self.valid_view, self.valid_id))
-            value = self._sets[self.valid_id].value
-            return [Say(Proposal(view=number, valid_view=self.valid_view, value=value, polc=proof))]
-        return [Build(number)]
+        valid = self.valid_set
+        if valid is None or self._is_left_alone(number):
+            return [Build(number)]
+        return [Say(self._proposal(number, valid))]
+
+    @property
+    def valid_set(self) -> VerifiedSet | None:
+        """The last set that a quorum of prevotes was for, as far as this peer knows."""
+        return self._sets.get(self.valid_id)
+
+    def _is_left_alone(self, number: int) -> bool:
+        """Whether no majority is there to agree on the valid set; another like it must drop the owners who are gone."""
+        there = self.electorate.weight(self.heard(number - 1))
+        return self.leniency == Leniency.ANY and not self.electorate.is_majority(there)
+
+    def _proposal(self, number: int, value: VerifiedSet) -> Proposal:
+        """A proposal of a set, with the proof that a quorum was for it, or for the one whose place it takes."""
+        if self.valid_id not in (value.id, value.core_id):
+            return Proposal(view=number, valid_view=-1, value=value.value)
+        proof = tuple(vote.raw for vote in self._proof(self.valid_view, self.valid_id))
+        return Proposal(view=number, valid_view=self.valid_view, value=value.value, polc=proof)
+
+    def _wait(self, seconds: float, number: int) -> float:
+        """Seconds to wait in a view. Who relents is quick with absent leaders, and slower from turn to turn only."""
+        if not self.leniency:
+            return self.timeouts.of(seconds, number)
+        if self.electorate.leader(number) not in self.heard(0) and number == self.view:
+            seconds = min(seconds, self.timeouts.vote_seconds)
+        return self.timeouts.of(seconds, number // len(self.electorate.owners))
 
     def _progress(self, now: float) -> list[Output]:
         """Try every rule until none applies; called after each input."""
@@ -396,30 +346,35 @@ class Agreement:
     def _decide(self) -> list[Output]:
         """Rule 49: a quorum of precommits of one view for one set and one root."""
         for number, view in self._views.items():
-            for chosen, weight in view.precommitted.items():
+            for chosen, weight in view.precommits.weights.items():
                 value_id, root = chosen
-                if value_id in self._sets and self.electorate.is_quorum(weight):
+                value = self._sets.get(value_id)
+                if value is None:
+                    continue
+                consenting = view.precommits.consents.get(chosen, ())
+                strength = self.electorate.strength(weight, consenting, value.value.dropped)
+                if strength > Strength.ANY or (strength and self.leniency == Leniency.ANY):
                     self.decided = True
                     votes = tuple(
                         vote
-                        for _, vote in sorted(view.precommits.items())
+                        for _, vote in sorted(view.precommits.votes.items())
                         if (vote.record.value, vote.record.state_root) == chosen
                     )
-                    return [Decided(self._sets[value_id], root, number, votes)]
-            if len(view.precommitted) > 1 and not self.halted:
+                    return [Decided(value, root, number, votes)]
+            if len(view.precommits.weights) > 1 and not self.halted:
                 outputs = self._compare_roots(number, view)
                 if outputs:
                     return outputs
         return []
 
-    def _compare_roots(self, number: int, view: _View) -> list[Output]:
+    def _compare_roots(self, number: int, view: View) -> list[Output]:
         """Precommits for one set with different roots (SPEC 5.6).
 
         A peer whose root is not the plurality's recomputes once, and abstains if a later view shows the same again.
         When no root can win in a second view, after everybody had a chance to recompute, the round halts.
         """
-        for value_id in {value_id for value_id, _ in view.precommitted if value_id}:
-            roots = {root: weight for (value, root), weight in view.precommitted.items() if value == value_id}
+        for value_id in {value_id for value_id, _ in view.precommits.weights if value_id}:
+            roots = {root: weight for (value, root), weight in view.precommits.weights.items() if value == value_id}
             top = max(roots, key=lambda root: (roots[root], root))
             if 3 * (sum(roots.values()) - roots[top]) >= self.electorate.total:
                 self._split_views.add(number)
@@ -442,11 +397,15 @@ class Agreement:
         return []
 
     def _skip_ahead(self, now: float) -> list[Output]:
-        """Rule 55: more than a third speaks in later views, so at least one honest peer has got there."""
+        """Rule 55: more than a third speaks in later views, so at least one honest peer has got there.
+
+        Who relents follows anybody, once its own view has had its time.
+        """
         ahead: set[str] = set()
+        follows = self.leniency and not self._views[self.view].timers
         for number in sorted((n for n in self._views if n > self.view), reverse=True):
-            ahead.update(self._views[number].prevotes, self._views[number].precommits)
-            if self.electorate.is_blocking(self.electorate.weight(ahead)):
+            ahead |= self._views[number].voters
+            if self.electorate.is_blocking(self.electorate.weight(ahead)) or (follows and ahead):
                 return self._enter(number, now)
         return []
 
@@ -463,7 +422,7 @@ class Agreement:
             # Fetching a proposal's blobs takes longer than waiting for a proposal; bounded, once a view.
             view.extended = True
             wait = self.timeouts.propose_seconds + self.timeouts.check_seconds
-            view.timers[Step.PROPOSE] = now + self.timeouts.of(wait, self.view)
+            view.timers[Step.PROPOSE] = now + self._wait(wait, self.view)
         return outputs
 
     def _prevote(self) -> list[Output]:
@@ -475,14 +434,34 @@ class Agreement:
         valid = self._checked.get(value_id)
         if valid is None:
             return []
+        value = self._sets[value_id]
+        if self.leniency < self._leniency_for(value):
+            return []
         claimed = view.proposal.record.valid_view
         if claimed >= 0:
-            if claimed >= self.view or not self._has_polka(claimed, value_id):
+            proved = self._has_polka(claimed, value_id) or self._has_polka(claimed, value.core_id)
+            if claimed >= self.view or not proved:
                 return []
-            free = self.locked_view <= claimed or self.locked_id == value_id
+            free = self.locked_view <= claimed or self._is_open_to(value)
         else:
-            free = self.locked_view == -1 or self.locked_id == value_id
+            free = self.locked_view == -1 or self._is_open_to(value)
         return self._say_prevote(value_id if valid and free else NIL)
+
+    def _leniency_for(self, value: VerifiedSet) -> Leniency:
+        """What a peer must consent to before it votes for a set."""
+        if not value.value.dropped:
+            return Leniency.QUORUM
+        kept = self.electorate.weight(self.electorate.kept(value.value.dropped))
+        return Leniency.MAJORITY if self.electorate.is_majority(kept) else Leniency.ANY
+
+    def _is_open_to(self, value: VerifiedSet) -> bool:
+        """Whether the lock allows a set: the locked one, or without a majority the same with more owners dropped."""
+        if value.id == self.locked_id:
+            return True
+        locked = self._sets.get(self.locked_id)
+        if locked is None or self._leniency_for(value) < Leniency.ANY:
+            return False
+        return value.core_id == locked.core_id and set(locked.value.dropped).issubset(value.value.dropped)
 
     def _precommit(self) -> list[Output]:
         """Rules 36 and 44: a quorum of prevotes; apply the set first, for the vote carries the root."""
@@ -507,13 +486,17 @@ class Agreement:
         return []
 
     def _arm_vote_timers(self, now: float) -> None:
-        """Rules 34 and 47: a quorum has voted, on whatever; wait a little longer for the rest."""
+        """Rules 34 and 47: a quorum has voted, on whatever; wait a little longer for the rest.
+
+        Who relents waits for a majority, or for nobody.
+        """
         view = self._views[self.view]
-        for step, votes in ((Step.PREVOTE, view.prevotes), (Step.PRECOMMIT, view.precommits)):
+        enough = (self.electorate.is_quorum, self.electorate.is_majority, bool)[self.leniency]
+        for step, votes in ((Step.PREVOTE, view.prevotes.votes), (Step.PRECOMMIT, view.precommits.votes)):
             due = step == Step.PRECOMMIT or self.step == step
-            if due and step not in view.timed and self.electorate.is_quorum(self.electorate.weight(votes)):
+            if due and step not in view.timed and enough(self.electorate.weight(votes)):
                 view.timed.add(step)
-                view.timers[step] = now + self.timeouts.of(self.timeouts.vote_seconds, self.view)
+                view.timers[step] = now + self._wait(self.timeouts.vote_seconds, self.view)
 
     def _on_timeout(self, step: Step, now: float) -> list[Output]:
         """Rules 57, 61 and 65."""
@@ -529,26 +512,42 @@ class Agreement:
 
     def _has_polka(self, number: int, value_id: bytes) -> bool:
         """Whether a quorum of one view's prevotes is for this set, as counted here or proved by a proposal."""
-        return (number, value_id) in self._proofs or self.electorate.is_quorum(
-            self._views[number].prevoted.get(value_id, 0)
-        )
+        if (number, value_id) in self._proofs:
+            return True
+        dropped = self._dropped(value_id) if value_id else ()
+        if dropped is None:
+            return False
+        agreeing, consenting = self._views[number].prevotes.amount((value_id, NIL))
+        return bool(self.electorate.strength(agreeing, consenting, dropped))
 
     def _proof(self, number: int, value_id: bytes) -> tuple[Signed[Prevote], ...]:
-        counted = (vote for _, vote in sorted(self._views[number].prevotes.items()) if vote.record.value == value_id)
+        counted = (
+            vote for _, vote in sorted(self._views[number].prevotes.votes.items()) if vote.record.value == value_id
+        )
         return self._proofs.get((number, value_id)) or tuple(counted)
 
     def _say_prevote(self, value_id: bytes) -> list[Output]:
         self.step = Step.PREVOTE
         run_id, epoch, number = self.place
-        return self._say(Prevote(run_id=run_id, epoch=epoch, round=number, view=self.view, value=value_id))
+        degraded = bool(self.leniency)
+        return self._say(
+            Prevote(run_id=run_id, epoch=epoch, round=number, view=self.view, value=value_id, degraded=degraded)
+        )
 
     def _say_precommit(self, value_id: bytes, root: bytes) -> list[Output]:
         self.step = Step.PRECOMMIT
         run_id, epoch, number = self.place
         proof = self._proof(self.view, value_id) if value_id else ()
-        return self._say(
-            Precommit(run_id=run_id, epoch=epoch, round=number, view=self.view, value=value_id, state_root=root), proof
+        vote = Precommit(
+            run_id=run_id,
+            epoch=epoch,
+            round=number,
+            view=self.view,
+            value=value_id,
+            state_root=root,
+            degraded=bool(self.leniency),
         )
+        return self._say(vote, proof)
 
     def _say(self, record: Prevote | Precommit, proof: tuple[Signed[Prevote], ...] = ()) -> list[Output]:
         silent = self.abstains or self.me not in self.electorate.weights
@@ -565,7 +564,8 @@ class Agreement:
         """
         proposal = self._views[self.view].proposal
         messages: list[Signed[Proposal] | Vote] = [proposal] if proposal else []
-        numbers = {self.view, self.view - 1, self.locked_view, self.valid_view}
+        numbers = {self.view, self.view - 1, self.locked_view, self.valid_view} | self._asked_views
+        self._asked_views.clear()
         if proposal:
             numbers.add(proposal.record.valid_view)
         for (number, kind), message in sorted(self._said.items()):

@@ -18,8 +18,8 @@ RECENT_ROUNDS = 4
 class Head:
     """The table, cursor and schedule of round `round`, which starts from `state_root`.
 
-    `id` is the digest of the last record. `recent` are the last heads as (round, id, state root), newest last;
-    `released` the peers that left within them, with the round of their release.
+    `id` is the digest of the last record, `resets` the number of the last reset. `recent` are the last heads as (round,
+    id, state root), newest last; `released` the peers that left within them, with the round of their release.
     """
 
     run_id: bytes
@@ -33,6 +33,7 @@ class Head:
     step: int = 0
     tokens: int = 0
     ended: bool = False
+    resets: int = 0
     recent: tuple[tuple[int, bytes, bytes], ...] = ()
     released: tuple[tuple[str, int], ...] = ()
 

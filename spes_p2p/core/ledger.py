@@ -8,13 +8,14 @@ same bytes and a quorum signed them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 from spes_p2p.core.assignment import next_cursor
 from spes_p2p.core.head import RECENT_ROUNDS, Head
 from spes_p2p.core.ladder import check_header, check_refusal
-from spes_p2p.core.members import check_claim, check_table, next_members, opening_members
+from spes_p2p.core.members import Strength, check_claim, check_table, next_members, opening_members
 from spes_protocols.codec import digest
 from spes_protocols.errors import RemoteError
 from spes_protocols.manifest import Manifest
@@ -23,13 +24,16 @@ from spes_protocols.messages import (
     Claim,
     Commit,
     CommitBody,
+    DoubleVote,
     End,
+    Header,
     Precommit,
     Release,
     Reset,
     Signed,
     Start,
     VerifiedSet,
+    Word,
 )
 from spes_protocols.types import PEERS_MAX
 
@@ -68,6 +72,8 @@ def opened(manifest: Manifest, head: Head, opening: Signed[Start] | Signed[Reset
     named = (record.run_id, record.parent, record.round, record.state_root)
     if named != (head.run_id, head.id, head.round, head.state_root):
         raise RemoteError("opening", f"does not follow round {head.round} of this ledger", opening.signer)
+    if isinstance(record, Reset) and record.number <= head.resets:
+        raise RemoteError("opening", f"reset {record.number} where {head.resets} is the last", opening.signer)
     if isinstance(record, Start):
         if head.ended:
             raise RemoteError("opening", "the run has ended; only a reset may go on", opening.signer)
@@ -78,6 +84,8 @@ def opened(manifest: Manifest, head: Head, opening: Signed[Start] | Signed[Reset
     check_table(manifest, record.members)
     epoch = digest(record)
     new = replace(head, epoch=epoch, id=epoch, members=record.members, ended=False)
+    if isinstance(record, Reset):
+        new = replace(new, resets=record.number)
     return replace(new, recent=_remember(head, new), released=())
 
 
@@ -135,12 +143,13 @@ def commit_body(manifest: Manifest, head: Head, value: VerifiedSet, state_root: 
 
 
 def advanced(head: Head, body: CommitBody, value: VerifiedSet) -> Head:
-    """The head after a commit."""
+    """The head after a commit. One that drops owners begins a new epoch (SPEC 5.12)."""
+    commit_id = digest(body)
     new = Head(
         run_id=body.run_id,
-        epoch=body.epoch,
+        epoch=commit_id if value.value.dropped else body.epoch,
         round=body.round + 1,
-        id=digest(body),
+        id=commit_id,
         state_root=body.state_root,
         members=body.members,
         banned=body.banned,
@@ -148,6 +157,7 @@ def advanced(head: Head, body: CommitBody, value: VerifiedSet) -> Head:
         step=body.step,
         tokens=body.tokens,
         ended=body.ended,
+        resets=head.resets,
     )
     left = [(peer, r) for peer, r in head.released if r + RECENT_ROUNDS > body.round]
     left += [(release.signer, body.round) for release in value.releases]
@@ -179,11 +189,18 @@ def verify_commit(
         if vote.signer in voters:
             raise RemoteError("votes", f"round {body.round}: a peer's precommit is there twice", vote.signer)
         voters.add(vote.signer)
-    electorate = head.electorate
-    weight = electorate.weight(voters)
-    if not electorate.is_quorum(weight):
+    if commit_strength(head, value, votes) == Strength.NONE:
+        electorate = head.electorate
+        weight = electorate.weight(voters)
         raise RemoteError("votes", f"round {body.round}: {weight} of {electorate.total} votes are no quorum")
     return advanced(head, body, value)
+
+
+def commit_strength(head: Head, value: VerifiedSet, votes: Sequence[Signed[Precommit]]) -> Strength:
+    """How far a commit with these precommits can be relied on (SPEC 5.12)."""
+    agreeing = head.electorate.weight(vote.signer for vote in votes)
+    consenting = {vote.signer for vote in votes if vote.record.degraded}
+    return head.electorate.strength(agreeing, consenting, value.value.dropped)
 
 
 def check_set_place(manifest: Manifest, head: Head, value: VerifiedSet) -> None:
@@ -201,7 +218,8 @@ def check_set_place(manifest: Manifest, head: Head, value: VerifiedSet) -> None:
         check_header(manifest, head, header)
     for check, header in value.refused:
         check_refusal(manifest, head, check, header)
-    if not head.electorate.is_quorum(head.electorate.weight(headed)):
+    check_dropped(manifest, head, value.value.dropped)
+    if not covers(head, headed, value.value.dropped):
         raise RemoteError("sections", "contributions cover no more than two thirds of the owned groups")
     newcomers = sum(head.member(claim.signer) is None for claim in value.claims)
     if len(value.claims) > CLAIMS_MAX or len(head.members) + newcomers > PEERS_MAX:
@@ -212,10 +230,52 @@ def check_set_place(manifest: Manifest, head: Head, value: VerifiedSet) -> None:
         check_release(head, release)
     for order in value.orders:
         check_order(manifest, head, order)
+    for evidence in value.evidence:
+        check_evidence(head, evidence)
+
+
+def covers(head: Head, contributors: Sequence[str], dropped: Sequence[int]) -> bool:
+    """Whether contributions are there for more than two thirds of the owned groups, or of those that are kept."""
+    electorate = head.electorate
+    kept = electorate.kept(dropped)
+    inside = electorate.weight(set(contributors).intersection(kept))
+    return electorate.is_quorum(electorate.weight(contributors)) or 3 * inside > 2 * electorate.weight(kept)
+
+
+def check_dropped(manifest: Manifest, head: Head, dropped: Sequence[int]) -> None:
+    """Which groups a degraded set may drop (SPEC 5.12). Raises `RemoteError` with check `dropped`."""
+    electorate = head.electorate
+    kept = electorate.kept(dropped)
+    whole = sorted(group for peer, owned in electorate.groups.items() if peer not in kept for group in owned)
+    if list(dropped) != whole:
+        raise RemoteError("dropped", "groups are dropped owner by owner, in ascending order")
+    if not kept:
+        raise RemoteError("dropped", "nobody would be left")
+    if manifest.rounds.on_majority_loss == "pause" and not electorate.is_majority(electorate.weight(kept)):
+        raise RemoteError("dropped", "this run waits when half of its groups or more are gone")
+
+
+def check_evidence(head: Head, evidence: DoubleVote) -> None:
+    """Two different votes or headers of one member in one place (SPEC 5.11). Raises `RemoteError` (`evidence`)."""
+    first, second = evidence
+    member = head.member(first.signer)
+    if first.record == second.record or _vote_place(first) != _vote_place(second):
+        raise RemoteError("evidence", "the two records do not contradict one another")
+    if first.record.run_id != head.run_id or member is None:
+        raise RemoteError("evidence", "not of a member of this run", first.signer)
+    if not member.admitted <= first.record.round <= head.round:
+        raise RemoteError("evidence", "from before the signer's admission, or from the future", first.signer)
+
+
+def _vote_place(signed: Word) -> tuple[object, ...]:
+    record = signed.record
+    view = None if isinstance(record, Header) else record.view
+    return signed.signer, record.KIND, record.run_id, record.epoch, record.round, view
 
 
 def _envelope_bytes(value: VerifiedSet) -> int:
-    records = (*value.headers, *value.claims, *value.releases, *value.orders, *(h for _, h in value.refused))
+    pairs = itertools.chain.from_iterable(value.evidence)
+    records = (*value.headers, *value.claims, *value.releases, *value.orders, *(h for _, h in value.refused), *pairs)
     return sum(len(record.raw) for record in records)
 
 

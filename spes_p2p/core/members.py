@@ -6,6 +6,7 @@ place where a group changes hands; `opening_members` makes the first table from 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,15 @@ from spes_protocols.codec import pack, sha256
 from spes_protocols.errors import RemoteError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Ban, Claim, Member, Signed, VerifiedSet
+
+
+class Strength(enum.IntEnum):
+    """How far a commit can be relied on (SPEC 5.12): against liars, against crashes, or as a branch among others."""
+
+    NONE = 0
+    ANY = 1
+    MAJORITY = 2
+    FINAL = 3
 
 
 @dataclass(frozen=True)
@@ -23,12 +33,33 @@ class Electorate:
     owners: tuple[str, ...]
     total: int
     parent: bytes
+    groups: dict[str, tuple[int, ...]]
 
     @classmethod
     def of(cls, members: Sequence[Member], parent: bytes) -> Electorate:
         """The votes of the round that follows the record `parent`."""
-        weights = {m.peer: len(m.groups) for m in members if m.groups}
-        return cls(weights, tuple(weights), sum(weights.values()), parent)
+        groups = {m.peer: m.groups for m in members if m.groups}
+        weights = {peer: len(owned) for peer, owned in groups.items()}
+        return cls(weights, tuple(weights), sum(weights.values()), parent, groups)
+
+    def kept(self, dropped: Collection[int]) -> tuple[str, ...]:
+        """The owners of whose groups none is dropped, in their order."""
+        return tuple(peer for peer, owned in self.groups.items() if not dropped or not set(owned).intersection(dropped))
+
+    def strength(self, agreeing: int, consenting: Collection[str], dropped: Collection[int]) -> Strength:
+        """What votes for one set amount to (SPEC 5.12).
+
+        `agreeing` is the weight of all of them, `consenting` are those who would go on without a quorum. A set that
+        drops owners has only consenting votes. Without a majority all who are kept must agree.
+        """
+        weight = self.weight(consenting)
+        if self.is_quorum(weight if dropped else agreeing):
+            return Strength.FINAL
+        if self.is_majority(weight):
+            return Strength.MAJORITY
+        if dropped and (kept := self.kept(dropped)) and set(kept).issubset(consenting):
+            return Strength.ANY
+        return Strength.NONE
 
     def weight(self, peers: Iterable[str]) -> int:
         """Votes of a set of peers; peers without groups weigh nothing."""
@@ -37,6 +68,10 @@ class Electorate:
     def is_quorum(self, weight: int) -> bool:
         """More than two thirds of the owned groups."""
         return 3 * weight > 2 * self.total
+
+    def is_majority(self, weight: int) -> bool:
+        """More than half of the owned groups: two such sets of honest peers have one in common."""
+        return 2 * weight > self.total
 
     def is_blocking(self, weight: int) -> bool:
         """More than one third: at least one honest vote is among them, and no quorum forms against them."""
@@ -110,10 +145,12 @@ def opening_members(
 def next_members(
     manifest: Manifest, members: Sequence[Member], banned: Sequence[str], value: VerifiedSet
 ) -> tuple[tuple[Member, ...], tuple[str, ...]]:
-    """(member table, banned peers) of the round after the one that `value` closes (SPEC 4.3 to 4.6)."""
+    """(member table, banned peers) of the round after the one that `value` closes (SPEC 4.3 to 4.7)."""
     bans = {order.record.peer for order in value.orders if isinstance(order.record, Ban)}
     banned_next = tuple(sorted(set(banned) | bans))
     gone = {release.signer for release in value.releases} | set(banned_next)
+    gone.update(first.signer for first, _ in value.evidence)
+    dropped = set(value.value.dropped)
     counted = {header.signer for header in value.headers}
     refused = {header.signer for _, header in value.refused}
     standbys = frozenset(m.peer for m in members if not m.groups)
@@ -121,6 +158,8 @@ def next_members(
     rows: list[Member] = []
     for member in members:
         row = _after_round(member, counted, refused, excused)
+        if dropped.intersection(row.groups):
+            row = replace(row, groups=(), missed=max(row.missed, 1))  # a standby now, and not one for its own groups
         lapsed = row.missed >= manifest.rounds.lease_rounds or row.offences >= manifest.rounds.offences_max
         if lapsed:
             gone.add(member.peer)  # and a claim in the same set does not bring it back at once

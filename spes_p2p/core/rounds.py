@@ -11,11 +11,11 @@ fetches what `Fetch` names, applies what `Apply` names, and re-arms one timer fr
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spes_p2p.core import agreement
-from spes_p2p.core.agreement import Agreement, Apply, Build, Check, Decided, Resend, Say, Timeouts
+from spes_p2p.core.agreement import Agreement
 from spes_p2p.core.head import Head
 from spes_p2p.core.ladder import (
     Verdict,
@@ -29,19 +29,44 @@ from spes_p2p.core.ledger import (
     CLAIMS_MAX,
     SET_BYTES_MAX,
     check_claim_place,
+    check_evidence,
     check_order,
     check_release,
     check_set_place,
     commit_body,
+    covers,
 )
+from spes_p2p.core.outputs import (
+    Abstain,
+    Apply,
+    Behind,
+    Build,
+    Check,
+    Committed,
+    Cut,
+    Decided,
+    Doubled,
+    Fetch,
+    Halt,
+    Help,
+    Refused,
+    Relented,
+    Resend,
+    RootsDiffer,
+    Say,
+)
+from spes_p2p.core.patience import Patience
+from spes_p2p.core.views import Leniency, Timeouts
 from spes_protocols.errors import RemoteError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import (
+    EVIDENCE_MAX,
     ORDERS_MAX,
     Ban,
     Claim,
-    CommitBody,
+    DoubleVote,
     End,
+    Evidence,
     Header,
     Precommit,
     Prevote,
@@ -61,59 +86,13 @@ REFUSALS_MAX = 256
 """Refused contributions in one set, and invalid headers of standbys that are kept for it."""
 
 
-@dataclass(frozen=True)
-class Fetch:
-    """Get and check the blobs of this header; answer with `on_checked`."""
-
-    header: Signed[Header]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Enough of the others are done: the trainer publishes after the step in hand."""
-
-
-@dataclass(frozen=True)
-class Committed:
-    """The round is closed. The shell stores it and the new state, then calls `on_head`."""
-
-    body: CommitBody
-    value: VerifiedSet
-    view: int
-    precommits: tuple[Signed[Precommit], ...]
-
-
-@dataclass(frozen=True)
-class Behind:
-    """Others speak of a later round or another epoch: catch up from the peer that said so."""
-
-    peer: str
-    round: int
-
-
-@dataclass(frozen=True)
-class Help:
-    """The named peer still speaks of a round that is closed: tell it about the head."""
-
-    peer: str
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A peer's message failed a check; the shell logs it and tells the peer."""
-
-    peer: str
-    check: str
-    detail: str
-
-
 RoundMessage = (
     Signed[Header] | Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End]
     | Signed[Proposal] | Signed[Prevote] | Signed[Precommit]
 )  # fmt: skip
 Output = (
-    Fetch | Cut | Committed | Behind | Help | Refused
-    | Apply | Say | Resend | agreement.RootsDiffer | agreement.Halt | agreement.Abstain
+    Fetch | Cut | Committed | Behind | Help | Refused | Relented | Doubled
+    | Apply | Say | Resend | RootsDiffer | Halt | Abstain
 )  # fmt: skip
 
 
@@ -133,6 +112,7 @@ class Participant:
         self.me = me
         self._early: dict[tuple[str, str], tuple[RoundMessage, Opened | None]] = {}
         self._pool: dict[tuple[str, str], Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End]] = {}
+        self._doubled: dict[str, DoubleVote] = {}
         self._begin(head)
 
     def _begin(self, head: Head) -> None:
@@ -145,6 +125,8 @@ class Participant:
         self._electorate = head.electorate
         self._senders = [m.peer for m in head.members if expected_sections(self.manifest, head, m.peer)]
         self._seen_at = 0.0
+        self._patience = Patience(rules)
+        self._has_cut = False
         self._grace_until: float | None = None
         self._blobs_until: float | None = None
         self._building: int | None = None
@@ -155,6 +137,7 @@ class Participant:
             vote_seconds=rules.vote_seconds,
             check_seconds=rules.blob_seconds,
             growth=rules.view_growth,
+            longest_seconds=rules.stall_seconds,
         )
         self.agreement = Agreement(self._electorate, timeouts, self.me, head.run_id, head.epoch, head.round)
 
@@ -164,6 +147,7 @@ class Participant:
         """The ledger moved on, by this peer's own commit or by catching up: begin the next round."""
         self._begin(head)
         self._pool = {key: message for key, message in self._pool.items() if self._pool_problem(message) is None}
+        self._doubled = {peer: pair for peer, pair in self._doubled.items() if self._is_evidence(pair)}
         early, self._early = self._early, {}
         outputs: list[Output] = []
         for message, opened in early.values():
@@ -204,9 +188,11 @@ class Participant:
             return self._on_pooled(message)  # type: ignore[arg-type]
         epoch, number = self._place(record)
         if (epoch, number) != (self.head.epoch, self.head.round):
-            return self._elsewhere(message, opened, epoch, number)
+            return self._elsewhere(message, opened, epoch, number, now)
         if self.head.ended or not self._electorate.owners:
             return []
+        is_owner = message.signer in self._electorate.weights
+        self._patience.hear(message.signer if is_owner and not isinstance(record, Proposal) else None, now)
         if isinstance(record, Header):
             return self._on_header(message, now)  # type: ignore[arg-type]
         if isinstance(record, Proposal):
@@ -244,7 +230,8 @@ class Participant:
     def on_tick(self, now: float) -> list[Output]:
         """Let everything happen that is due."""
         self._seen_at = now
-        outputs = self._absorb(self.agreement.on_tick(now), now)
+        outputs = self._relent(now)
+        outputs += self._absorb(self.agreement.on_tick(now), now)
         if self._resend_at is not None and self._resend_at <= now:
             self._resend_at = now + self.manifest.rounds.vote_seconds
             mine = self.headers.get(self.me)
@@ -257,7 +244,7 @@ class Participant:
         """When `on_tick` is due at the latest, None when only messages can change anything."""
         if self.agreement.decided or self.head.ended:
             return None
-        deadlines = [self.agreement.next_deadline, self._resend_at]
+        deadlines = [self.agreement.next_deadline, self._resend_at, self._patience.next_look(self.agreement.leniency)]
         if self.agreement.view < 0 or self._building is not None:
             # Once they have passed, only messages and verdicts change anything.
             deadlines += [d for d in (self._grace_until, self._blobs_until) if d is not None and d > self._seen_at]
@@ -284,15 +271,79 @@ class Participant:
         """The claims among them, in ascending order of claimant."""
         return tuple(_of(list(self.pooled()), Claim))
 
+    # ---- when a round does not close -------------------------------------------------------------------------------
+
+    def _relent(self, now: float) -> list[Output]:
+        """Waiting cuts training short, then makes this peer consent to ever less (SPEC 5.12)."""
+        if self.agreement.decided or self.agreement.halted:
+            return []
+        leniency = self._patience.look(now)
+        outputs = self._cut() if self._patience.is_half_over else []
+        if leniency <= self.agreement.leniency:
+            return outputs
+        outputs.append(Relented(leniency, self._patience.waited_seconds))
+        if self._grace_until is None:
+            self._grace_until, self._blobs_until = now, now + self.manifest.rounds.blob_seconds
+        return outputs + self._absorb(self.agreement.relent(leniency, now), now) + self._advance(now)
+
+    def _cut(self) -> list[Output]:
+        if self._has_cut or self.me not in self._senders or self.me in self.headers:
+            return []
+        self._has_cut = True
+        return [Cut()]
+
+    def _dropped(self, now: float) -> tuple[int, ...] | None:
+        """The groups to drop: of owners who are gone, or have not contributed; None when too few would be left."""
+        base = self.agreement.valid_set
+        kept = {
+            peer
+            for peer in self._electorate.owners
+            if (peer == self.me or self._patience.is_there(peer, now))
+            and (base is not None or peer in self.headers or peer in self._offers)
+        }
+        weight = self._electorate.weight(kept)
+        if self._electorate.is_quorum(weight):
+            return ()
+        needed = Leniency.MAJORITY if self._electorate.is_majority(weight) else Leniency.ANY
+        if not kept or self.agreement.leniency < needed:
+            return None
+        already = () if base is None else base.value.dropped
+        return tuple(
+            sorted(
+                group
+                for peer, groups in self._electorate.groups.items()
+                for group in groups
+                if peer not in kept or group in already
+            )
+        )
+
+    def _is_evidence(self, pair: DoubleVote) -> bool:
+        try:
+            check_evidence(self.head, pair)
+        except RemoteError:
+            return False
+        return True
+
+    def _on_doubled(self, pair: DoubleVote) -> list[Output]:
+        """Somebody contradicts itself: keep the proof, and show it to the others once."""
+        first, second = pair
+        if first.signer in self._doubled or first.signer == self.me or not self._is_evidence(pair):
+            return []
+        self._doubled[first.signer] = pair
+        return [Doubled(first, second), Resend((first, second))]  # type: ignore[arg-type]
+
     # ---- headers, claims, releases, orders ---------------------------------------------------------------------
 
     def _place(self, record: Header | Proposal | Prevote | Precommit) -> tuple[bytes, int]:
         inner = record.value if isinstance(record, Proposal) else record
         return inner.epoch, inner.round
 
-    def _elsewhere(self, message: RoundMessage, opened: Opened | None, epoch: bytes, number: int) -> list[Output]:
+    def _elsewhere(
+        self, message: RoundMessage, opened: Opened | None, epoch: bytes, number: int, now: float
+    ) -> list[Output]:
         if message.signer == self.me:
             return []
+        self._patience.hear(None, now)  # others go on without this round, which may be why nothing comes
         if epoch != self.head.epoch or number > self.head.round:
             useful = opened is not None or not isinstance(message.record, Proposal)
             if useful and number == self.head.round + 1 and self.head.member(message.signer) is not None:
@@ -333,8 +384,9 @@ class Participant:
 
     def _on_header(self, signed: Signed[Header], now: float) -> list[Output]:
         peer = signed.signer
-        if peer in self.headers or peer in self._offers:
-            return []
+        known = self.headers.get(peer) or self._offers.get(peer)
+        if known is not None:
+            return [] if known.record == signed.record else self._on_doubled((known, signed))
         outputs: list[Output] = []
         try:
             check_header(self.manifest, self.head, signed)
@@ -351,8 +403,7 @@ class Participant:
         if self._grace_until is None and self._has_quorum():
             self._grace_until = now + self.manifest.rounds.grace_seconds
             self._blobs_until = self._grace_until + self.manifest.rounds.blob_seconds
-            if self.me in self._senders and self.me not in self.headers:
-                outputs.append(Cut())
+            outputs += self._cut()
         return outputs + self._advance(now)
 
     def _ask(self, signed: Signed[Header]) -> list[Output]:
@@ -375,7 +426,7 @@ class Participant:
             outputs += self._absorb(self.agreement.start(now), now)
         if self._building is not None and self._collected(now):
             view, self._building = self._building, None
-            value = self._build()
+            value = self._build(now)
             if value is not None:
                 outputs += self._absorb(self.agreement.on_built(view, value), now)
             else:
@@ -392,11 +443,18 @@ class Participant:
         checked = all(header.id in self.verdicts for header in self.headers.values())
         return checked or now >= self._blobs_until
 
-    def _build(self) -> VerifiedSet | None:
+    def _build(self, now: float) -> VerifiedSet | None:
         """The set this leader proposes: all it could check, refusals by name, and what the pool holds.
 
-        What does not fit is left out, whatever others have pushed: good contributions of owners come first.
+        What does not fit is left out, whatever others have pushed: good contributions of owners come first. One that
+        has relented drops the owners who are gone.
         """
+        dropped = self._dropped(now) if self.agreement.leniency else ()
+        base = self.agreement.valid_set
+        if dropped is None:
+            return None
+        if base is not None:
+            return replace(base, value=replace(base.value, dropped=dropped))
         room = _Room(SET_BYTES_MAX)
         good: dict[str, Signed[Header]] = {}
         refused: list[tuple[str, Signed[Header]]] = []
@@ -408,12 +466,14 @@ class Participant:
                 refused.append((check, header))
         refused += [("norm", good.pop(peer)) for peer in self._norm_offenders(good.values())]
         refused.sort(key=lambda pair: pair[1].signer)
-        if not self._electorate.is_quorum(self._electorate.weight([*good, *(h.signer for _, h in refused)])):
+        if not covers(self.head, [*good, *(h.signer for _, h in refused)], dropped):
             return None
         pool = [m for m in self.pooled() if self._pool_problem(m) is None]
         orders = [order for order in _of(pool, Ban, End)[:ORDERS_MAX] if room.takes(order)]
         releases = [release for release in _of(pool, Release) if room.takes(release)]
         claims = [claim for claim in self._chosen_claims(_of(pool, Claim)) if room.takes(claim)]
+        evidence = [self._doubled[peer] for peer in sorted(self._doubled)[:EVIDENCE_MAX]]
+        evidence = [pair for pair in evidence if room.takes(pair[0]) and room.takes(pair[1])]
         headers = tuple(good[peer] for peer in sorted(good))
         value = ProposedSet(
             run_id=self.head.run_id,
@@ -425,8 +485,12 @@ class Participant:
             claims=tuple(c.raw for c in claims),
             releases=tuple(r.raw for r in releases),
             orders=tuple(o.raw for o in orders),
+            evidence=tuple(Evidence(first=first.raw, second=second.raw) for first, second in evidence),
+            dropped=dropped,
         )
-        return VerifiedSet(value, headers, tuple(refused), tuple(claims), tuple(releases), tuple(orders))
+        return VerifiedSet(
+            value, headers, tuple(refused), tuple(claims), tuple(releases), tuple(orders), tuple(evidence)
+        )
 
     def _judged_headers(self) -> list[tuple[str | None, Signed[Header]]]:
         """(failed check or None, header) of all that may be in a set, in order: owners first, then good ones first."""
@@ -502,6 +566,8 @@ class Participant:
             elif isinstance(output, Decided):
                 body = commit_body(self.manifest, self.head, output.value, output.state_root)
                 result.append(Committed(body, output.value, output.view, output.precommits))
+            elif isinstance(output, Doubled):
+                result += self._on_doubled((output.first, output.second))
             else:
                 result.append(output)
         return result

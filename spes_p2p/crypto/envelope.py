@@ -18,6 +18,7 @@ from spes_protocols.messages import (
     RESERVED_KINDS,
     Ban,
     Claim,
+    DoubleVote,
     End,
     Header,
     Precommit,
@@ -145,7 +146,15 @@ def verify_set(value: ProposedSet, *, peer: str = "") -> VerifiedSet:
         claims=_open_ascending(value.claims, "claims", peer, Claim),
         releases=_open_ascending(value.releases, "releases", peer, Release),
         orders=_open_ascending(value.orders, "orders", peer, Ban, End),
+        evidence=_open_evidence(value, peer),
     )
+
+
+def _open_evidence(value: ProposedSet, peer: str) -> tuple[DoubleVote, ...]:
+    words = (Header, Prevote, Precommit)
+    firsts = _open_ascending([pair.first for pair in value.evidence], "evidence", peer, *words)
+    seconds = _open_ascending([pair.second for pair in value.evidence], "evidence", peer, *words)
+    return tuple(zip(firsts, seconds, strict=True))
 
 
 def _open_ascending(envelopes: Sequence[bytes], name: str, peer: str, *kinds: type[Any]) -> tuple[Signed[Any], ...]:

@@ -1,6 +1,6 @@
-"""Who has more of the ledger than we do: found by asking, since anybody can say so (SPEC 8).
+"""Who has more of the ledger than we do, or a better branch: found by asking, since anybody can say so (SPEC 8).
 
-A peer that claims to be ahead and has no record that follows ours costs one question; the next comes after a pause.
+A peer that claims to be ahead and has no record that we would take costs one question; the next comes after a pause.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import random
 import time
 
 from spes_p2p.peer.contacts import CONTACTS_MAX, Contacts
-from spes_p2p.peer.ledger_sync import LedgerReader
+from spes_p2p.peer.ledger_sync import Answer, LedgerReader
 from spes_p2p.store.chain import Chain
 from spes_protocols.errors import NetworkError, RemoteError
+from spes_protocols.messages import Presence
 
 PAUSE_SECONDS_MIN = 5.0
 PAUSE_SECONDS_MAX = 300.0
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Ahead:
-    """Finds the peers of one run whose ledger goes on where ours ends."""
+    """Finds the peers of one run whose ledger goes on where ours ends, or goes before it."""
 
     def __init__(self, chain: Chain, contacts: Contacts, ledger: LedgerReader) -> None:
         self._chain = chain
@@ -38,13 +39,17 @@ class Ahead:
         return not self._is_pausing(peer) and self._says_so(peer)
 
     def _says_so(self, peer: str) -> bool:
-        presence, head = self._contacts.presence(peer), self._chain.head
+        presence = self._contacts.presence(peer)
         if presence is None:
             return peer in self._contacts.fresh()
-        return presence.round > head.round or (presence.round == head.round and presence.head != head.id)
+        return self.is_news(presence)
+
+    def is_news(self, presence: Presence) -> bool:
+        """Whether a peer says of itself that it has a head which is not in our ledger."""
+        return presence.head != b"" and self._chain.position_of(presence.head) is None
 
     async def someone(self, *, everybody: bool = False) -> str | None:
-        """A peer that has the record after our last: owners are asked first, then ever more of the others at a time.
+        """A peer with records for us: owners are asked first, then ever more of the others at a time.
 
         With `everybody`, those too who do not say that they are ahead.
         """
@@ -77,7 +82,7 @@ class Ahead:
 
     async def _has_more(self, peer: str) -> bool:
         try:
-            has_more = await self._ledger.has_more(peer)
+            has_more = await self._ledger.compare(peer) in (Answer.LONGER, Answer.BETTER)
         except (NetworkError, RemoteError) as error:
             log.info("ledger of %s: %s", peer, error)
             has_more = False

@@ -1,6 +1,7 @@
-"""Catching up: the ledger, from whoever has more of it (SPEC 8).
+"""Catching up: the ledger, from whoever has more of it or a better branch (SPEC 5.13, 8).
 
-    CHAIN --every record checked--> Chain.append --> head
+    CHAIN --every record checked--> the head's successor: Chain.append
+                                    another successor of an earlier head: Branch --is_better--> Chain.adopt
 
 Nothing that arrives is trusted: a record is checked against the one before it, as when it is read from disk.
 """
@@ -8,50 +9,146 @@ Nothing that arrives is trusted: a record is checked against the one before it, 
 from __future__ import annotations
 
 import asyncio
+import enum
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
+from spes_p2p.core.ledger import commit_strength
+from spes_p2p.core.members import Strength
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer.sync import CALL_SECONDS, Report
-from spes_p2p.store.chain import Chain
+from spes_p2p.store.chain import Branch, Chain, Step
 from spes_protocols.codec import decode, encode
-from spes_protocols.requests import CHAIN, ChainReply, ChainRequest
+from spes_protocols.errors import RemoteError
+from spes_protocols.requests import CHAIN, ChainEntry, ChainReply, ChainRequest
 
 LEDGER_SECONDS = 60.0
 """How long one peer may let us wait for its ledger in all; another has it too."""
 
 
-class LedgerReader:
-    """Brings one run's ledger up to date from other peers."""
+class Answer(enum.Enum):
+    """How another peer's ledger stands to ours."""
 
-    def __init__(self, transport: Transport, chain: Chain, report: Report) -> None:
+    SAME = enum.auto()
+    LONGER = enum.auto()
+    BETTER = enum.auto()
+    WORSE = enum.auto()
+
+
+@dataclass(frozen=True)
+class Read:
+    """What reading a ledger brought: records that are new here, and those that were taken back for them."""
+
+    came: int = 0
+    taken_back: int = 0
+
+
+class LedgerReader:
+    """Brings one run's ledger up to date from other peers.
+
+    `consents` says whether this peer may follow a commit by whoever was there (SPEC 5.12), which a liar could make
+    alone at any time: one that takes part in the round must have waited itself.
+    """
+
+    def __init__(
+        self, transport: Transport, chain: Chain, report: Report, consents: Callable[[], bool] = lambda: True
+    ) -> None:
         self._transport = transport
         self._chain = chain
         self._report = report
+        self._consents = consents
 
-    async def read(self, peer: str) -> int:
-        """Append what `peer` has beyond our head; returns how many records. Raises `NetworkError`, `RemoteError`."""
-        came, waited = 0, 0.0
-        while True:
+    async def read(self, peer: str) -> Read:
+        """Append what `peer` has beyond our head, or adopt its branch if that is better.
+
+        Raises `NetworkError`, `RemoteError`; what was appended before stays.
+        """
+        came, taken_back, waited = 0, 0, 0.0
+        while waited < LEDGER_SECONDS:
             asked = time.monotonic()
-            reply = await self._part(peer)
+            reply = await self._part(peer, self._chain.known())
             waited += time.monotonic() - asked
-            for entry in reply.entries:
-                step = self._chain.check(entry.kind, entry.data)
-                self._chain.append(step)
-                came += 1
-                self._report("reading the ledger", self._chain.length / max(reply.length, 1))
-                await asyncio.sleep(0)
-            if not reply.entries or waited > LEDGER_SECONDS:
-                return came
+            entries = self._unknown(reply)
+            if not entries:
+                break
+            position = reply.first + len(reply.entries) - len(entries)
+            if position < self._chain.length:
+                branch = await self._branch(peer, position, reply, entries)
+                if branch is None:
+                    break
+                taken_back += self._chain.length - position
+                self._chain.adopt(branch.steps)
+                came += len(branch.steps)
+            else:
+                came += await self._append(entries, reply.length)
+        return Read(came, taken_back)
 
-    async def has_more(self, peer: str) -> bool:
-        """Whether a peer's ledger really goes on where ours ends. Raises `NetworkError`, `RemoteError`."""
-        entries = (await self._part(peer)).entries
-        if entries:
-            self._chain.check(entries[0].kind, entries[0].data)
-        return bool(entries)
+    async def compare(self, peer: str) -> Answer:
+        """How a peer's ledger stands to ours, by its next records. Raises `NetworkError`, `RemoteError`."""
+        reply = await self._part(peer, self._chain.known())
+        entries = self._unknown(reply)
+        if not entries:
+            return Answer.SAME
+        position = reply.first + len(reply.entries) - len(entries)
+        if position == self._chain.length:
+            self._check_next(entries[0])
+            return Answer.LONGER
+        return Answer.WORSE if await self._branch(peer, position, reply, entries) is None else Answer.BETTER
 
-    async def _part(self, peer: str) -> ChainReply:
-        request = encode(ChainRequest(first=self._chain.length))
+    async def _part(self, peer: str, known: tuple[bytes, ...]) -> ChainReply:
+        request = encode(ChainRequest(known=known))
         reply = await self._transport.call(peer, CHAIN, request, timeout_seconds=CALL_SECONDS)
         return decode(ChainReply, reply, peer=peer)
+
+    def _unknown(self, reply: ChainReply) -> tuple[ChainEntry, ...]:
+        """The records of a reply from the first on that is not in our ledger; none if it begins elsewhere."""
+        if reply.first > self._chain.length:
+            return ()
+        for number, entry in enumerate(reply.entries):
+            position = reply.first + number
+            branch = self._chain.branch(position) if position < self._chain.length else None
+            if branch is None or self._chain.position_of(branch.add(entry.kind, entry.data).after.id) is None:
+                return reply.entries[number:]
+        return ()
+
+    def _check_next(self, entry: ChainEntry) -> Step:
+        """Check the record after our head."""
+        step = self._chain.check(entry.kind, entry.data)
+        if step.commit is None or self._consents():
+            return step
+        assert step.value is not None
+        if commit_strength(step.before, step.value, step.votes) == Strength.ANY:
+            raise RemoteError(
+                "votes", f"round {step.before.round} was closed by few, and this peer still waits for all"
+            )
+        return step
+
+    async def _append(self, entries: tuple[ChainEntry, ...], length: int) -> int:
+        for number, entry in enumerate(entries):
+            # Only the first one is about the round in which we take part.
+            step = self._chain.check(entry.kind, entry.data) if number else self._check_next(entry)
+            self._chain.append(step)
+            self._report("reading the ledger", self._chain.length / max(length, 1))
+            await asyncio.sleep(0)
+        return len(entries)
+
+    async def _branch(
+        self, peer: str, position: int, reply: ChainReply, entries: tuple[ChainEntry, ...]
+    ) -> Branch | None:
+        """The peer's branch, read as far as it takes to know that it is better than ours; None if it is not."""
+        branch = self._chain.branch(position)
+        if branch is None:
+            raise RemoteError("commit", "its ledger parts from ours too far back", peer)
+        branch.add(entries[0].kind, entries[0].data)
+        # A reset further on counts more than where the branches part, and is worth reading on for.
+        deadline = time.monotonic() + LEDGER_SECONDS
+        rest = entries[1:]
+        while rest and (branch.is_better or reply.resets > self._chain.head.resets):
+            for entry in rest:
+                branch.add(entry.kind, entry.data)
+                await asyncio.sleep(0)
+            if branch.is_better or time.monotonic() > deadline:
+                break
+            rest = (await self._part(peer, (branch.head.id,))).entries
+        return branch if branch.is_better else None

@@ -105,6 +105,7 @@ async def run_reset(raw: bytes, identity: Identity, peers: Sequence[str], *, com
         members = in_order(replace(m, missed=0) for m in present)
         reset = Reset(
             run_id=before.run_id,
+            number=visit.head.resets + 1,
             parent=before.id,
             round=before.round,
             state_root=before.state_root,

@@ -20,6 +20,7 @@ from typing import Any
 from spes_p2p import __version__
 from spes_p2p.core.assignment import member_sequences
 from spes_p2p.core.ledger import CLAIMS_MAX, start_record
+from spes_p2p.core.views import Leniency
 from spes_p2p.crypto.envelope import seal
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.directory import Directory
@@ -30,7 +31,7 @@ from spes_p2p.peer.claims import Claims
 from spes_p2p.peer.contacts import LIFETIME_SECONDS, Contacts, RunDirectory
 from spes_p2p.peer.contribution import Publisher
 from spes_p2p.peer.control import ControlServer
-from spes_p2p.peer.ledger_sync import LedgerReader
+from spes_p2p.peer.ledger_sync import LedgerReader, Read
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.outbox import Outbox
 from spes_p2p.peer.recorder import Recorder
@@ -112,7 +113,7 @@ class Peer:
             self.manifest, transport, self.contacts, self.chain, self.states, self.blobs, self.worker,
             report=self._report, log=self.note, events=self.events, tidy=self.retention.tidy,
         )  # fmt: skip
-        self._ledger = LedgerReader(transport, self.chain, self._report)
+        self._ledger = LedgerReader(transport, self.chain, self._report, self._follows_few)
         self._ahead = Ahead(self.chain, self.contacts, self._ledger)
         self.shell = Shell(
             identity, self.chain, self.syncer, self.worker, self.outbox,
@@ -271,20 +272,22 @@ class Peer:
 
     async def _catch_up(self, first: bool = False) -> None:
         """Ledger from those who are ahead, then the state; retries as long as nobody can help."""
+        has_moved = first
         while True:
             # Asked outside the lock, which our own commits need: anybody can say that it is ahead, and then be silent.
             peer = await self._ahead.someone(everybody=first)
             async with self.shell.advancing:
-                before = self.chain.length
+                came = 0
                 while peer is not None:
-                    await self._ledger_from(peer)
+                    came += await self._ledger_from(peer)
                     peer = await self._ahead.someone(everybody=True) if first else None
-                came = self.chain.length - before
+                has_moved = has_moved or came > 0
                 try:
                     if self.options.computes and not self._is_over():
                         await self.syncer.state()
-                    if came or first:
+                    if has_moved:
                         await self.shell.moved(None)
+                        has_moved = False
                     self._report("", -1.0)
                     if first or not came:
                         return
@@ -300,18 +303,30 @@ class Peer:
         if self.trainer is not None:
             self.trainer.refresh()
 
-    async def _ledger_from(self, peer: str) -> None:
-        came = 0
+    async def _ledger_from(self, peer: str) -> int:
+        """Take what a peer's ledger has for us; returns how many records."""
+        read = Read()
         try:
-            came = await self._ledger.read(peer)
-            if came > 1:  # a single one is what a peer next to the others misses now and then
-                self._say(
-                    f"read {came} records of the ledger from …{peer[-6:]}: now before round {self.chain.head.round}"
-                )
+            read = await self._ledger.read(peer)
         except (NetworkError, RemoteError) as error:
             self.note(f"ledger of {peer}: {error}")
-        if not came:
+        if read.taken_back:
+            self._say(f"the ledger of …{peer[-6:]} goes before ours: {read.taken_back} records here are taken back")
+            await self._drop_other_states()
+        if read.came > 1:  # a single one is what a peer next to the others misses now and then
+            self._say(
+                f"read {read.came} records of the ledger from …{peer[-6:]}: now before round {self.chain.head.round}"
+            )
+        if not read.came:
             self._ahead.was_wrong(peer)
+        return read.came
+
+    async def _drop_other_states(self) -> None:
+        """Remove the states of a branch that is no longer in force; nobody could use them."""
+        for number in self.states.rounds():
+            root = self.chain.root_at(number)
+            if root is None or not self.syncer.has_state(number, root):
+                await asyncio.to_thread(self.states.remove, number)
 
     async def _catch_up_when_behind(self) -> None:
         while True:
@@ -328,13 +343,16 @@ class Peer:
                     except SpesError as error:  # a full disk, say: whoever speaks of a later round wakes us again
                         self.note(f"catching up: {error}")
 
+    def _follows_few(self) -> bool:
+        """Whether a commit by whoever was there may be taken from others: when catching up, or having waited too."""
+        return not self.ready or self.shell.participant.agreement.leniency == Leniency.ANY
+
     def _on_behind(self, peer: str) -> None:
         with contextlib.suppress(asyncio.QueueFull):
             self._behind.put_nowait(peer)
 
     def _on_presence(self, signed: Signed[Presence]) -> None:
-        head = self.chain.head
-        if signed.record.round > head.round or (not head.epoch and signed.record.head not in (b"", head.id)):
+        if self._ahead.is_news(signed.record):
             self._on_behind(signed.signer)
 
     # ---- taking part -------------------------------------------------------------------------------------------
@@ -359,6 +377,7 @@ class Peer:
             if not self._finished.is_set():
                 self._say(status.round_line(step, self.identity.peer_id, loss))
         if step is not None and step.opening is not None:
+            await self._drop_other_states()
             self._say(status.opening_line(step))
             self._spawn(self._come_to_state())
         try:

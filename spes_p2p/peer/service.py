@@ -87,10 +87,11 @@ class Service:
 
     async def _ledger(self, sender: str, request: bytes) -> bytes:
         wanted = decode(ChainRequest, request, peer=sender)
+        first = self._chain.common(wanted.known)
         entries: list[ChainEntry] = []
         size = 0
         # A few at a time: records may be large, and most of 256 would be read in vain.
-        while len(entries) < CHAIN_ENTRIES_MAX and (rows := self._chain.db.chain(wanted.first + len(entries), _ROWS)):
+        while len(entries) < CHAIN_ENTRIES_MAX and (rows := self._chain.db.chain(first + len(entries), _ROWS)):
             for kind, data in rows:
                 size += len(data)
                 if entries and size > CHAIN_BYTES_MAX:
@@ -98,7 +99,10 @@ class Service:
                 entries.append(ChainEntry(kind=kind, data=data))
             if size > CHAIN_BYTES_MAX:
                 break
-        return encode(ChainReply(entries=tuple(entries), length=self._chain.length))
+        reply = ChainReply(
+            first=first, resets=self._chain.head.resets, entries=tuple(entries), length=self._chain.length
+        )
+        return encode(reply)
 
     def _served_rounds(self) -> list[int]:
         """States that the ledger confirms; one that was applied and not agreed on is nobody's business."""

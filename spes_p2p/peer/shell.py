@@ -15,9 +15,25 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
-from spes_p2p.core import agreement, rounds
-from spes_p2p.core.agreement import Apply, Resend, Say
-from spes_p2p.core.rounds import Behind, Committed, Cut, Fetch, Help, Opened, Participant, Refused
+from spes_p2p.core import rounds
+from spes_p2p.core.outputs import (
+    Abstain,
+    Apply,
+    Behind,
+    Committed,
+    Cut,
+    Doubled,
+    Fetch,
+    Halt,
+    Help,
+    Refused,
+    Relented,
+    Resend,
+    RootsDiffer,
+    Say,
+)
+from spes_p2p.core.rounds import Opened, Participant
+from spes_p2p.core.views import Leniency
 from spes_p2p.crypto.envelope import seal, unseal, unseal_votes, verify_set
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.delta.contributions import contributions
@@ -49,6 +65,11 @@ from spes_protocols.messages import (
 
 RETRY_SECONDS = 5.0
 """Pause before a fetch or apply that failed is tried again."""
+
+_RELENTED = {
+    Leniency.MAJORITY: "no commit for too long; owners of more than half of the groups may go on without the others",
+    Leniency.ANY: "most owners are gone; whoever is here may go on, and goes back if the others went on too",
+}
 
 PUSHED = (Header, Claim, Release, Ban, End, Proposal, Prevote, Precommit, Start, Reset)
 
@@ -221,13 +242,18 @@ class Shell:
                 self._on_help(output.peer)
             case Refused():
                 self._log_refusal(output)
-            case agreement.RootsDiffer():
+            case RootsDiffer():
                 self._log(
                     f"round {self._chain.head.round}: computed state root {output.mine.hex()[:16]}, most others "
                     f"{output.theirs.hex()[:16]}; computing it once more"
                 )
                 self._start(self._apply(output.value))
-            case agreement.Halt() | agreement.Abstain():
+            case Relented():
+                self._log(f"round {self._chain.head.round}: {_RELENTED[output.leniency]}")
+            case Doubled():
+                who = output.first.signer
+                self._log(f"{who} has said two different things in one place; the next commit takes its groups")
+            case Halt() | Abstain():
                 self._log(output.reason)
         return []
 

@@ -44,7 +44,7 @@ class Row:
     """A commit, or an opening record (`kind` "start" or "reset"), which has no contributions and no votes.
 
     `members` maps each member of the round to its groups. `state_root` is the state after the record, `votes` of
-    `votes_total` groups signed it. `in_force` is False for a commit that a later reset took back.
+    `votes_total` groups signed it.
     """
 
     kind: str
@@ -53,7 +53,6 @@ class Row:
     parent: bytes
     epoch: bytes
     state_root: bytes
-    in_force: bool
     members: dict[str, tuple[int, ...]]
     given: tuple[Given, ...] = ()
     tokens: int = 0
@@ -82,7 +81,7 @@ def rows(run: RunDir, *, only_round: int | None = None, report: Report = lambda 
             if step.commit is None:
                 yield _opening_row(step)
             else:
-                yield _commit_row(manifest, blobs, step, in_force=db.commit(step.before.round) == step.data)
+                yield _commit_row(manifest, blobs, step)
 
 
 def _opening_row(step: Step) -> Row:
@@ -95,14 +94,13 @@ def _opening_row(step: Step) -> Row:
         parent=record.parent,
         epoch=step.after.epoch,
         state_root=record.state_root,
-        in_force=True,
         members={m.peer: m.groups for m in record.members},
         signer=step.opening.signer,
         reason=record.reason if isinstance(record, Reset) else "",
     )
 
 
-def _commit_row(manifest: Manifest, blobs: BlobStore, step: Step, *, in_force: bool) -> Row:
+def _commit_row(manifest: Manifest, blobs: BlobStore, step: Step) -> Row:
     assert step.commit is not None
     assert step.value is not None
     value, before, body = step.value, step.before, step.commit.body
@@ -119,7 +117,6 @@ def _commit_row(manifest: Manifest, blobs: BlobStore, step: Step, *, in_force: b
         parent=body.parent,
         epoch=body.epoch,
         state_root=body.state_root,
-        in_force=in_force,
         members={m.peer: m.groups for m in before.members},
         given=given,
         tokens=tokens,

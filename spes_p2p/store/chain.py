@@ -3,13 +3,15 @@
     bytes --unseal, verify_set, verify_commit--> Step(before, after) --> LedgerDB
 
 `Chain` is what a peer, an archive and `spes-replay` all stand on; none of them ever sees a commit that was not checked.
+Where branches part, a `Branch` holds what another peer says followed, until `adopt` puts it in force.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from spes_p2p.core.forks import Rank, rank_of_commit, rank_of_opening
 from spes_p2p.core.head import Head, genesis
 from spes_p2p.core.ledger import opened, verify_commit
 from spes_p2p.crypto.envelope import unseal, unseal_votes, verify_set
@@ -20,7 +22,10 @@ from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Commit, Precommit, Reset, Signed, Start, VerifiedSet
 
 HEADS_MAX = 4096
-"""Heads kept in memory, and so how far back a reset may go."""
+"""Heads kept in memory, and so how far back a reset or another branch may go."""
+
+RECENT_IDS = 8
+"""So many of the last heads are named to others one by one, those before ever more sparsely."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,41 @@ class Step:
     value: VerifiedSet | None = None
     votes: tuple[Signed[Precommit], ...] = ()
     opening: Signed[Start] | Signed[Reset] | None = None
+
+
+class Branch:
+    """Records that follow an earlier head of a chain, checked and not in force there."""
+
+    def __init__(self, chain: Chain, before: Head, steps: Sequence[Step] = ()) -> None:
+        self._chain = chain
+        self.steps = list(steps)
+        self.head = self.steps[-1].after if self.steps else before
+
+    def add(self, kind: str, data: bytes) -> Step:
+        """Check the next record. Raises `RemoteError`."""
+        step = self._chain.check_after(self.head, kind, data)
+        self.steps.append(step)
+        self.head = step.after
+        return step
+
+    @property
+    def is_better(self) -> bool:
+        """Whether it is to be in force instead of what follows its beginning in the chain (SPEC 5.13)."""
+        chain = self._chain
+        if self.head.resets != chain.head.resets:
+            return self.head.resets > chain.head.resets
+        first, mine = self.steps[0], chain.step_after(self.steps[0].before)
+        if mine is None:
+            return True
+        if mine.kind == first.kind == "start" and mine.after.id != chain.head.id:
+            return False  # a run that has begun to train is not moved by another start, only by a reset
+        return self._rank(first) > self._rank(mine)
+
+    def _rank(self, step: Step) -> Rank:
+        if step.opening is not None:
+            return rank_of_opening(self._chain.manifest, step.opening)
+        assert step.value is not None
+        return rank_of_commit(step.before, step.after.id, step.value, step.votes)
 
 
 class StoredLedger:
@@ -70,9 +110,9 @@ class StoredLedger:
         if kind == "commit":
             return self._check_commit(data, decode(Commit, data), head)
         opening: Signed[Start] | Signed[Reset] = unseal(data, Start) if kind == "start" else unseal(data, Reset)
-        before = heads.get(opening.record.parent, head) if kind == "reset" else head
+        before = heads.get(opening.record.parent, head)
         after = opened(self.manifest, before, opening)
-        if after.id in heads:  # anybody may play an old reset again; what it named is remembered longer than it is
+        if after.id in heads:  # anybody may play an old one again
             raise RemoteError("opening", "this record is in the ledger already", opening.signer)
         return Step(kind=kind, data=data, before=before, after=after, opening=opening)
 
@@ -91,25 +131,89 @@ class Chain(StoredLedger):
         super().__init__(manifest, run_id, db)
         self.head = genesis(manifest, run_id)
         self._heads: dict[bytes, Head] = {self.head.id: self.head}
-        self.length = 0
+        self._ids = [self.head.id]
+        self._positions = {self.head.id: 0}
         for step in self.walk():
             self._take(step)
 
+    @property
+    def length(self) -> int:
+        """How many records there are."""
+        return len(self._ids) - 1
+
     def check(self, kind: str, data: bytes) -> Step:
-        """Check a record that would follow the head. Raises `RemoteError`."""
-        return self._check(kind, data, self.head, self._heads)
+        """Check a record that would follow the head; an opening may follow an earlier one. Raises `RemoteError`.
+
+        An opening must then be better than what is in force after that one (SPEC 5.13).
+        """
+        step = self._check(kind, data, self.head, self._heads)
+        if step.before.id != self.head.id and not Branch(self, step.before, [step]).is_better:
+            raise RemoteError("opening", "what follows that head here goes before this record")
+        return step
+
+    def check_after(self, before: Head, kind: str, data: bytes) -> Step:
+        """Check a record that would follow any head. Raises `RemoteError`."""
+        return self._check(kind, data, before, {before.id: before})
 
     def append(self, step: Step) -> None:
-        """Store a checked record; the head moves on. Raises `UserError` if the disk does not take it."""
-        assert step.before.id == self.head.id or step.kind == "reset", "a record follows the head"
-        if step.commit is not None:
+        """Store a checked record; the head moves on. Raises `UserError` if the disk does not take it.
+
+        What followed the head that an opening goes on from is taken back.
+        """
+        if step.before.id != self.head.id:
+            assert step.opening is not None, "a commit follows the head"
+            self.adopt([step])
+        elif step.commit is not None:
             self.db.append_commit(step.data, step.before.round, step.after.id)
+            self._take(step)
         else:
             self.db.append_opening(step.data, step.before.round, step.after.id)
-        self._take(step)
+            self._take(step)
+
+    def adopt(self, steps: Sequence[Step]) -> None:
+        """Put checked records in force instead of those that follow the same head here, all at once.
+
+        Raises `UserError` if the disk does not take it; then nothing has changed.
+        """
+        position = self._positions[steps[0].before.id]
+        rows = [(step.kind, step.before.round, step.after.id, step.data) for step in steps]
+        self.db.replace_from(position, rows)
+        for id in self._ids[position + 1 :]:
+            del self._positions[id]
+            self._heads.pop(id, None)
+        del self._ids[position + 1 :]
+        for step in steps:
+            self._take(step)
+
+    def known(self) -> tuple[bytes, ...]:
+        """Ids of heads of this ledger, newest first, to find out where another one parts from it (SPEC 3.3)."""
+        back, ids = 0, []
+        while back < self.length:
+            ids.append(self._ids[-1 - back])
+            back = back + 1 if back < RECENT_IDS else 2 * back
+        return (*ids, self._ids[0])
+
+    def common(self, known: Iterable[bytes]) -> int:
+        """Position after the first of these heads that is in this ledger; 0 if none is."""
+        return next((self._positions[id] for id in known if id in self._positions), 0)
+
+    def position_of(self, id: bytes) -> int | None:
+        """How many records lead to a head, None if it is not one of this ledger."""
+        return self._positions.get(id)
+
+    def branch(self, position: int) -> Branch | None:
+        """A branch that leaves this ledger after so many records, None if that is too far back."""
+        before = self._heads.get(self._ids[position])
+        return None if before is None else Branch(self, before)
+
+    def step_after(self, before: Head) -> Step | None:
+        """The record that follows a head of this ledger, None after the last."""
+        position = self._positions[before.id]
+        entries = self.db.chain(position, 1)
+        return self.check_after(before, *entries[0]) if entries else None
 
     def commit_step(self, round_number: int) -> Step | None:
-        """The stored commit of a round in force, None if there is none or its head is out of memory."""
+        """The stored commit of a round, None if there is none or its head is out of memory."""
         data = self.db.commit(round_number)
         if data is None:
             return None
@@ -126,7 +230,8 @@ class Chain(StoredLedger):
 
     def _take(self, step: Step) -> None:
         self.head = step.after
-        self.length += 1
+        self._ids.append(step.after.id)
+        self._positions[step.after.id] = self.length
         self._heads[step.after.id] = step.after
         while len(self._heads) > HEADS_MAX:
             del self._heads[next(iter(self._heads))]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spes_p2p.store.files import make_directory
@@ -20,6 +20,7 @@ from spes_protocols.messages import ProposedSet, Sealed
 
 _VERSION = 1
 _BUSY_SECONDS = 30.0
+_ABANDONED_MAX = 4096
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS chain (
@@ -30,6 +31,14 @@ CREATE TABLE IF NOT EXISTS chain (
     bytes BLOB NOT NULL
 ) STRICT;
 CREATE INDEX IF NOT EXISTS chain_by_round ON chain (round);
+CREATE TABLE IF NOT EXISTS abandoned (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    position INTEGER NOT NULL,
+    kind TEXT NOT NULL,
+    round INTEGER NOT NULL,
+    id BLOB NOT NULL,
+    bytes BLOB NOT NULL
+) STRICT;
 CREATE TABLE IF NOT EXISTS own_votes (
     epoch BLOB NOT NULL,
     round INTEGER NOT NULL,
@@ -213,6 +222,28 @@ class LedgerDB:
             db.execute("DELETE FROM sets WHERE round < ?", (round,))
             db.execute("DELETE FROM own_votes WHERE step = 'proposal' AND round < ?", (round,))
 
+    def replace_from(self, position: int, rows: Sequence[tuple[str, int, bytes, bytes]]) -> None:
+        """Take back the chain from `position` on and append verified records (kind, round, id, bytes), all or nothing.
+
+        What is taken back is kept apart, the last 4096 records of it, for people who ask what became of it.
+        """
+        with self._writing() as db:
+            db.execute(
+                "INSERT INTO abandoned (position, kind, round, id, bytes) "
+                "SELECT position, kind, round, id, bytes FROM chain WHERE position >= ? ORDER BY position",
+                (position,),
+            )
+            query = "DELETE FROM abandoned WHERE number <= (SELECT max(number) FROM abandoned) - ?"
+            db.execute(query, (_ABANDONED_MAX,))
+            db.execute("DELETE FROM chain WHERE position >= ?", (position,))
+            for kind, round, id, data in rows:
+                self._append(db, kind, round, id, data)
+
+    def abandoned(self) -> list[tuple[str, bytes]]:
+        """The records that were taken back, oldest first, as `chain` gives those in force."""
+        rows = self._rows("SELECT kind, bytes FROM abandoned ORDER BY number")
+        return [(str(kind), self._blob(data)) for kind, data in rows]
+
     @staticmethod
     def _append(db: sqlite3.Connection, kind: str, round: int, id: bytes, data: bytes) -> None:
         query = (
@@ -234,10 +265,6 @@ class LedgerDB:
         return length
 
     def commit(self, round: int) -> bytes | None:
-        """The bytes of the commit of a round that is in force: no later opening goes back to before it."""
-        query = (
-            "SELECT bytes FROM chain WHERE kind = 'commit' AND round = ?1 AND position > "
-            "coalesce((SELECT max(position) FROM chain WHERE kind <> 'commit' AND round <= ?1), -1) "
-            "ORDER BY position DESC LIMIT 1"
-        )
+        """The bytes of the commit of a round, None if there is none."""
+        query = "SELECT bytes FROM chain WHERE kind = 'commit' AND round = ? ORDER BY position DESC LIMIT 1"
         return next(iter(self._bytes(query, round)), None)

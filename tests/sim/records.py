@@ -30,7 +30,9 @@ from spes_protocols.manifest import (
 from spes_protocols.messages import (
     Ban,
     Claim,
+    DoubleVote,
     End,
+    Evidence,
     Header,
     Precommit,
     Prevote,
@@ -141,6 +143,13 @@ def open_set(value: ProposedSet) -> VerifiedSet:
         claims=_open_list(value.claims, Claim),
         releases=_open_list(value.releases, Release),
         orders=_open_list(value.orders, Ban, End),
+        evidence=tuple(
+            zip(
+                _open_list([pair.first for pair in value.evidence], Header, Prevote, Precommit),
+                _open_list([pair.second for pair in value.evidence], Header, Prevote, Precommit),
+                strict=True,
+            )
+        ),
     )
 
 
@@ -160,6 +169,8 @@ def make_set(
     claims: Sequence[Signed[Claim]] = (),
     releases: Sequence[Signed[Release]] = (),
     orders: Sequence[Signed[Ban] | Signed[End]] = (),
+    evidence: Sequence[DoubleVote] = (),
+    dropped: Sequence[int] = (),
 ) -> VerifiedSet:
     """A proposed set for the round after `head`, its lists put in order."""
 
@@ -178,6 +189,8 @@ def make_set(
             claims=raws(claims),
             releases=raws(releases),
             orders=raws(orders),
+            evidence=tuple(Evidence(first=first.raw, second=second.raw) for first, second in evidence),
+            dropped=tuple(dropped),
         )
     )
 

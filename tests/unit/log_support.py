@@ -158,7 +158,12 @@ class RunLog:
         """The organizer goes back to the commit `to`."""
         after = to.after
         record = Reset(
-            run_id=after.run_id, parent=after.id, round=after.round, state_root=after.state_root, members=members
+            run_id=after.run_id,
+            number=self.chain.head.resets + 1,
+            parent=after.id,
+            round=after.round,
+            state_root=after.state_root,
+            members=members,
         )
         return self._append("reset", seal(record, ORGANIZER).raw)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from spes_p2p.core.members import in_order
 from spes_protocols.messages import Member, Precommit, Prevote, Proposal, Signed, VerifiedSet
 from tests.sim.records import make_claim, make_set, peer_name, seal
 
-TIMES = Timeouts(propose_seconds=10.0, vote_seconds=4.0, check_seconds=30.0, growth=2.0)
+TIMES = Timeouts(propose_seconds=10.0, vote_seconds=4.0, check_seconds=30.0, growth=2.0, longest_seconds=1e6)
 PEERS = [peer_name(number) for number in range(4)]
 HEAD = Head(
     run_id=b"r" * 32,
@@ -225,7 +226,9 @@ def test_silence_of_the_leader_leads_to_the_next_view() -> None:
 
 def test_timeouts_grow_with_the_view() -> None:
     assert [TIMES.of(10.0, view) for view in (0, 1, 3)] == [10.0, 20.0, 80.0]
-    assert TIMES.of(1.0, 10**6) == 2.0**20
+    assert TIMES.of(0.5, 10**6) == 2.0**19
+    assert TIMES.of(10.0, 10**6) == TIMES.longest_seconds
+    assert replace(TIMES, longest_seconds=1.0).of(10.0, 3) == 10.0
 
 
 def test_a_set_that_is_being_checked_gets_more_time_once() -> None:

@@ -134,10 +134,12 @@ def test_a_start_needs_a_run_without_owners_that_has_not_ended() -> None:
 def test_a_reset_goes_on_from_the_commit_it_names() -> None:
     head = step(START_HEAD)
     table = (Member(peer=PEERS[2], groups=(3,)),)
-    reset = Reset(run_id=head.run_id, parent=head.id, round=1, state_root=head.state_root, members=table)
+    reset = Reset(run_id=head.run_id, number=1, parent=head.id, round=1, state_root=head.state_root, members=table)
     after = opened(MANIFEST, head, seal(reset, ORGANIZER))
     assert (after.epoch, after.members, after.round) == (digest(reset), table, 1)
-    assert (after.cursor, after.step, after.tokens) == (head.cursor, head.step, head.tokens)
+    assert (after.cursor, after.step, after.tokens, after.resets) == (head.cursor, head.step, head.tokens, 1)
+    with pytest.raises(RemoteError, match="reset 1 where 1 is the last"):
+        opened(MANIFEST, replace(head, resets=1), seal(reset, ORGANIZER))
     with pytest.raises(RemoteError) as caught:
         opened(MANIFEST, head, seal(reset, START_KEY))
     assert caught.value.check == "identity"

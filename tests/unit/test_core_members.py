@@ -75,7 +75,7 @@ def test_quorum_and_blocking_are_strict() -> None:
 
 @given(st.integers(1, 100), st.integers(0, 100), st.integers(0, 100))
 def test_two_quorums_share_more_than_a_third(total: int, first: int, second: int) -> None:
-    votes = Electorate({}, (), total, b"")
+    votes = Electorate({}, (), total, b"", {})
     if first <= total and second <= total and votes.is_quorum(first) and votes.is_quorum(second):
         assert votes.is_blocking(first + second - total)
 

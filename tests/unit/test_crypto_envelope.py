@@ -100,7 +100,7 @@ def test_the_size_comes_first() -> None:
 def test_an_unexpected_and_a_reserved_kind_are_named() -> None:
     raw = seal(a_release(), ADA).raw
     assert "'release' where header or claim is expected" in str(refused(raw, Header, Claim))
-    reserved = encode(replace(decode(Sealed, raw), kind="degraded"))
+    reserved = encode(replace(decode(Sealed, raw), kind="objection"))
     assert "later version" in str(refused(reserved))
     assert refused(reserved).check == "decode"
 

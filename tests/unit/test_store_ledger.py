@@ -135,16 +135,20 @@ def test_the_chain_is_in_order(path: Path) -> None:
         assert (ledger.commit(2), ledger.commit(3)) == (b"commit 2", None)
 
 
-def test_a_reset_puts_later_commits_out_of_force(path: Path) -> None:
+def test_records_are_taken_back_for_others_all_at_once(path: Path) -> None:
     with LedgerDB(path) as ledger:
         ledger.append_opening(START, 0, sha256(START))
         for round in range(3):
             ledger.append_commit(b"old %d" % round, round, sha256(b"old %d" % round))
-        ledger.append_opening(RESET, 1, sha256(RESET))
-        assert [ledger.commit(round) for round in range(3)] == [b"old 0", None, None]
-        ledger.append_commit(b"new 1", 1, sha256(b"new 1"))
+        ledger.replace_from(2, [("reset", 1, sha256(RESET), RESET), ("commit", 1, sha256(b"new 1"), b"new 1")])
         assert [ledger.commit(round) for round in range(3)] == [b"old 0", b"new 1", None]
-        assert [kind for kind, _ in ledger.chain(0, 10)] == ["start", *["commit"] * 3, "reset", "commit"]
+        assert [kind for kind, _ in ledger.chain(0, 10)] == ["start", "commit", "reset", "commit"]
+        assert ledger.abandoned() == [("commit", b"old 1"), ("commit", b"old 2")]
+        with pytest.raises(sqlite3.IntegrityError):
+            ledger.replace_from(0, [("neither", 0, bytes(32), b"")])
+        assert ledger.length() == 4
+        ledger.append_commit(b"old 2", 1, sha256(b"old 2"))  # what was taken back may come back
+        assert ledger.commit(1) == b"old 2"
 
 
 def filled(path: Path) -> bytes:

@@ -181,6 +181,7 @@ def run_records() -> dict[str, Signed[Any]]:
         "reset": seal(
             Reset(
                 run_id=RUN_ID,
+                number=1,
                 parent=opened_id,
                 round=0,
                 state_root=MANIFEST.genesis_root,
