@@ -196,7 +196,7 @@ class _Case:
 
     def _reason(self, detail: str) -> str:
         """An error without the long ids that it names."""
-        for peer in self.others():
+        for peer in (self._maker, *self.others()):
             detail = detail.replace(peer, self._names(peer))
         return detail or "no reason given"
 
@@ -292,7 +292,7 @@ class _Case:
                 refusals[moment.event.holder] = self._reason(moment.event.reason)
         reasons = [f"{self._names(holder)}: {reason}" for holder, reason in list(refusals.items())[-_REASONS_MAX:]]
         failed = [m for m in events if isinstance(m.event, BlobFailed)]
-        end = f"given up {len(failed)} times, last {self._at(failed[-1])}" if failed else "no end of that is known"
+        end = f"given up {self._at(failed[-1])}" if failed else "no end of that is known"
         why_not = f" ({'; '.join(reasons)})" if reasons else ""
         return f"{asked.event.section} {blob[:8]}, asked for {self._at(asked)}, {end}{why_not}"
 
@@ -312,4 +312,4 @@ def _gap(mine: Sequence[Moment], at: float) -> tuple[float, float]:
 
 
 def _verb(told: str) -> str:
-    return told if not told.startswith("head ") else f"had its {told}"
+    return f"saw its {told}" if told.startswith(("head ", "trainer ")) else told

@@ -1,0 +1,394 @@
+"""`spes events`: one timeline from peers whose clocks differ, and why something did not arrive."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spes_client.timeline import Timeline, read_round
+from spes_client.ui import short_peer
+from spes_client.why import why
+from spes_p2p.peer.events import (
+    BlobAsked,
+    BlobCame,
+    BlobFailed,
+    BlobRefused,
+    Event,
+    HeaderMade,
+    HeadMoved,
+    Received,
+    Said,
+    Sent,
+    TrainerEnded,
+    Training,
+    plain,
+)
+from spes_protocols.errors import UserError
+from tests.unit.cli_support import Spes
+
+ANNA, BORIS, CLARA = PEERS = tuple("12D3KooW" + letter * 44 for letter in "ABC")
+RUN = "ab" * 32
+BEGINNING = 1_700_000_000
+HEADER = "0123456789abcdef"
+
+
+class Diary:
+    """A peer's event log, written at times of a clock that all share and that this peer shows wrongly."""
+
+    def __init__(self, folder: Path, peer: str, *, skew: float = 0.0, run: str = RUN) -> None:
+        self.path = folder / peer[-1] / "events.jsonl"
+        self.path.parent.mkdir()
+        self.peer = peer
+        self._skew = skew
+        self._steady = 1000.0 + abs(skew)
+        fields = {"format": 1, "peer": peer, "run": run, "version": "1"}
+        start = {"started_at": self._unix_ms(-10.0), "started": self._steady - 10.0}
+        self._put(-10.0, "log", fields | start)
+
+    def tell(self, at: float, *events: Event) -> None:
+        for event in events:
+            self._put(at, event.NAME, plain(event))
+
+    def _unix_ms(self, at: float) -> int:
+        return round((BEGINNING + at + self._skew) * 1000)
+
+    def _put(self, at: float, name: str, fields: dict[str, Any]) -> None:
+        line = {"at": self._unix_ms(at), "mono": round(self._steady + at, 6), "event": name, **fields}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def head(number: int, epoch: str = "e") -> HeadMoved:
+    return HeadMoved(round=number, id=f"h{number}", epoch=epoch, root="r", how="agreement")
+
+
+def made(name: str = HEADER, number: int = 12) -> HeaderMade:
+    return HeaderMade(round=number, id=name, tokens=8, steps=2, bytes=100)
+
+
+def passes(at: float, name: str, sender: Diary, receiver: Diary, *, took: float = 0.02, kind: str = "header") -> None:
+    """A record goes over: half of `took` there, half back."""
+    receiver.tell(
+        at + took / 2, Received(sender=sender.peer, id=name, kind=kind, signer=sender.peer, round=12)
+    )  # fmt: skip
+    sender.tell(at + took, Sent(to=receiver.peer, id=name, kind=kind, outcome="delivered", seconds=took))
+
+
+def swarm(folder: Path, *skews: float) -> list[Diary]:
+    """Peers that stand before round 12 from time 0 on, and tell of records that went between all of them."""
+    diaries = [Diary(folder, peer, skew=skew) for peer, skew in zip(PEERS, skews, strict=False)]
+    for number, diary in enumerate(diaries):
+        diary.tell(-5.0, head(11))
+        diary.tell(0.001 * number, head(12))
+    return diaries
+
+
+def exchange(diaries: Sequence[Diary]) -> None:
+    for number, sender in enumerate(diaries):
+        name = f"{number:016x}"
+        sender.tell(1.0 + number, made(name))
+        for receiver in diaries:
+            if receiver is not sender:
+                passes(1.0 + number + 0.001, name, sender, receiver)
+
+
+def close(diaries: Sequence[Diary], at: float = 20.0) -> None:
+    for diary in diaries:
+        diary.tell(at, head(13))
+
+
+def order(timeline: Timeline) -> list[tuple[str, str]]:
+    return [(m.peer[-1], m.event.NAME) for m in timeline.moments]
+
+
+def test_clocks_that_differ_are_compared_by_what_went_between(tmp_path: Path) -> None:
+    diaries = swarm(tmp_path, 0.0, 3600.0, -7.25)
+    exchange(diaries)
+    close(diaries)
+    timeline = read_round([diary.path for diary in diaries])
+    assert (timeline.round, timeline.run, timeline.agree) == (12, RUN, False)
+    offsets = {clock.peer: clock.offset for clock in timeline.clocks}
+    assert offsets[BORIS] - offsets[ANNA] == pytest.approx(-3600.0, abs=0.02)
+    assert offsets[CLARA] - offsets[ANNA] == pytest.approx(7.25, abs=0.02)
+    assert all(clock.uncertain <= 0.02 for clock in timeline.clocks)
+    assert timeline.end - timeline.zero == pytest.approx(20.0, abs=0.02)
+    assert [timeline.seconds(m) for m in timeline.moments if m.event.NAME == "header"] == pytest.approx(
+        [1.0, 2.0, 3.0], abs=0.02
+    )
+
+
+def test_clocks_that_agree_are_left_alone(tmp_path: Path) -> None:
+    diaries = swarm(tmp_path, 0.0, 0.0004, 0.0)
+    exchange(diaries)
+    close(diaries)
+    timeline = read_round([diary.path for diary in diaries])
+    assert timeline.agree
+    assert {clock.offset for clock in timeline.clocks} == {0.0}
+    assert order(timeline)[:8] == [
+        ("A", "head"), ("B", "head"), ("C", "head"),
+        ("A", "header"), ("A", "sent"), ("A", "sent"), ("B", "received"), ("C", "received"),
+    ]  # fmt: skip
+
+
+def test_a_peer_that_nothing_went_to_keeps_its_clock(tmp_path: Path) -> None:
+    diaries = swarm(tmp_path, 0.0, 50.0, 0.0)
+    exchange(diaries[:2])
+    close(diaries)
+    clocks = {clock.peer: clock for clock in read_round([diary.path for diary in diaries]).clocks}
+    assert math.isinf(clocks[CLARA].uncertain)
+    assert clocks[CLARA].offset == 0.0
+    assert clocks[BORIS].offset - clocks[ANNA].offset == pytest.approx(-50.0, abs=0.02)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.floats(-7200, 7200), min_size=3, max_size=3),
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 2), st.floats(0.1, 15), st.floats(0.001, 3), st.booleans()),
+        max_size=20,
+    ),
+)
+def test_no_receipt_stands_before_its_push(
+    tmp_path_factory: pytest.TempPathFactory,
+    skews: list[float],
+    records: list[tuple[int, int, float, float, bool]],
+) -> None:
+    diaries = swarm(tmp_path_factory.mktemp("swarm"), *skews)
+    lines: list[tuple[float, Diary, Event]] = []
+    for number, (a, b, at, took, answered) in enumerate(records):
+        if a == b:
+            continue
+        sender, receiver, name = diaries[a], diaries[b], f"{number:016x}"
+        came = Received(sender=sender.peer, id=name, kind="header", signer=sender.peer, round=12)
+        outcome = "delivered" if answered else "failed"
+        sent = Sent(to=receiver.peer, id=name, kind="header", outcome=outcome, seconds=took)
+        lines += [(at + took / 3, receiver, came), (at + took, sender, sent)]
+    for at, diary, event in sorted(lines, key=lambda line: line[0]):
+        diary.tell(at, event)
+    close(diaries)
+    moments = read_round([diary.path for diary in diaries], 12).moments
+    times = [moment.at for moment in moments]
+    assert times == sorted(times)
+    begun = {(m.peer, m.event.to, m.event.id): m.at for m in moments if isinstance(m.event, Sent)}
+    got = {(m.event.sender, m.peer, m.event.id): m.at for m in moments if isinstance(m.event, Received)}
+    assert len(got) == len(lines) // 2
+    assert all(begun[key] < at for key, at in got.items())
+
+
+def test_a_round_that_a_reset_began_again_is_shown_as_it_was_the_last_time(tmp_path: Path) -> None:
+    (diary,) = swarm(tmp_path, 0.0)
+    diary.tell(1.0, made("1" * 16))
+    diary.tell(2.0, head(13))
+    diary.tell(50.0, head(12, epoch="reset"))
+    diary.tell(51.0, made("2" * 16))
+    diary.tell(52.0, head(13, epoch="reset"))
+    timeline = read_round([diary.path], 12)
+    assert [m.event.id for m in timeline.moments if isinstance(m.event, HeaderMade)] == ["2" * 16]
+    assert timeline.end - timeline.zero == pytest.approx(2.0)
+
+
+def test_what_belongs_to_other_rounds_is_left_out(tmp_path: Path) -> None:
+    diaries = swarm(tmp_path, 0.0, 0.0)
+    exchange(diaries)
+    late = Received(sender=ANNA, id="9" * 16, kind="precommit", signer=ANNA, round=11, view=0, here=12)
+    diaries[1].tell(5.0, late)
+    close(diaries)
+    diaries[0].tell(21.0, Sent(to=BORIS, id="0" * 16, kind="header", outcome="failed", tries=2, detail="gone"))
+    moments = read_round([diary.path for diary in diaries], 12).moments
+    assert late not in [m.event for m in moments]
+    assert "gone" in [m.event.detail for m in moments if isinstance(m.event, Sent)]  # after the round, but of it
+
+
+# ---- why -------------------------------------------------------------------------------------------------------------
+
+
+def told(diaries: Sequence[Diary], what: str, maker: str, to: str | None = None) -> list[str]:
+    timeline = read_round([diary.path for diary in diaries], 12)
+    return [" ".join(answer.sentences()) for answer in why(timeline, what, maker, short_peer, to)]
+
+
+def test_why_a_header_did_not_arrive(tmp_path: Path) -> None:
+    diaries = anna, boris, _ = swarm(tmp_path, 0.0, 0.0, 0.0)
+    anna.tell(1.0, made())
+    passes(1.1, HEADER, anna, boris)
+    detail = f"cannot reach {CLARA}: connection refused"
+    anna.tell(1.2, Sent(to=CLARA, id=HEADER, kind="header", outcome="failed", detail=detail))
+    anna.tell(9.2, Sent(to=CLARA, id=HEADER, kind="header", outcome="failed", tries=4, detail=detail))
+    close(diaries)
+    (answer,) = told(diaries, "header", ANNA)
+    assert answer.startswith("…AAAAAA made its header of round 12 (01234567) 1.000 s after the head.")
+    assert "It reached …BBBBBB after 0.110 s." in answer
+    assert "…CCCCCC never received it: 4 pushes failed, the last one told of 9.200 s after the head" in answer
+    assert "(cannot reach …CCCCCC: connection refused)" in answer
+    assert told(diaries, "header", ANNA, BORIS) == [answer.partition(" …CCCCCC never")[0]]
+
+
+def test_why_a_header_was_refused_dropped_or_lost(tmp_path: Path) -> None:
+    diaries = anna, boris, clara = swarm(tmp_path, 0.0, 0.0, 0.0)
+    anna.tell(1.0, made())
+    refused = Received(sender=ANNA, id=HEADER, kind="header", signer=ANNA, round=12, check="size", detail="too large")
+    boris.tell(1.1, refused)
+    anna.tell(1.2, Sent(to=BORIS, id=HEADER, kind="header", outcome="refused", seconds=0.2, detail="size: too large"))
+    anna.tell(1.2, Sent(to=CLARA, id=HEADER, kind="header", outcome="dropped", detail="too many records wait"))
+    close(diaries)
+    (answer,) = told(diaries, "header", ANNA)
+    assert "…BBBBBB refused it 1.100 s after the head (size: too large)." in answer
+    assert "…CCCCCC never received it: it was not tried 1.200 s after the head: too many records wait." in answer
+    anna.tell(20.1, Sent(to=CLARA, id=HEADER, kind="header", outcome="delivered", tries=2, seconds=0.1))
+    (answer,) = told(diaries, "header", ANNA)
+    assert "…CCCCCC took it, as …AAAAAA tells, but its own log does not show that." in answer
+    clara.path.unlink()
+    (answer,) = told(diaries[:2], "header", ANNA)
+    assert "…CCCCCC after at most" in answer
+    assert "its log is not here" in answer
+
+
+def test_why_a_header_was_never_made(tmp_path: Path) -> None:
+    diaries = anna, *_ = swarm(tmp_path, 0.0, 0.0)
+    anna.tell(0.5, Training(round=12, steps=8))
+    anna.tell(2.0, TrainerEnded(code=-9, problem="killed by signal 9"))
+    close(diaries)
+    (answer,) = told(diaries, "header", ANNA)
+    assert answer.startswith("…AAAAAA made no header of round 12. Its log: 0.000 s after the head it saw its head")
+    assert "2.000 s after the head it saw its trainer ended with code -9: killed by signal 9" in answer
+    assert told(diaries[1:], "header", ANNA) == [
+        "No log here tells of a header of round 12 by …AAAAAA, whose own is not among them."
+    ]
+
+
+def test_a_peer_that_stood_still_is_told_apart(tmp_path: Path) -> None:
+    diaries = anna, _, clara = swarm(tmp_path, 0.0, 0.0, 0.0)
+    anna.tell(3.0, made())
+    anna.tell(13.0, Sent(to=CLARA, id=HEADER, kind="header", outcome="failed", seconds=10.0, detail="no answer"))
+    clara.tell(17.0, Training(round=12, steps=8))
+    close(diaries)
+    (answer,) = told(diaries, "header", ANNA, CLARA)
+    assert "…CCCCCC never received it: one push failed" in answer
+    assert "Its log is silent from 0.002 s to 17.000 s." in answer
+
+
+def test_each_vote_has_its_answer(tmp_path: Path) -> None:
+    diaries = anna, boris = swarm(tmp_path, 0.0, 0.0)
+    for at, kind, view in ((4.0, "prevote", 0), (5.0, "precommit", 0), (9.0, "prevote", 1)):
+        name = f"{view}{kind}"
+        anna.tell(at, Said(kind=kind, id=name, round=12, view=view, value="" if view else "set"))
+        if kind == "prevote":
+            passes(at, name, anna, boris, kind=kind)
+    close(diaries)
+    first, second, third = told(diaries, "vote", ANNA)
+    assert "its prevote of round 12 in view 0 for set" in first
+    assert "It reached …BBBBBB" in first
+    assert "its precommit of round 12 in view 0 for set" in second
+    assert "…BBBBBB never received it: …AAAAAA pushed nothing of it there" in second
+    assert "its prevote of round 12 in view 1 for nil" in third
+
+
+def test_why_a_blob_did_not_arrive(tmp_path: Path) -> None:
+    diaries = anna, boris, clara = swarm(tmp_path, 0.0, 0.0, 0.0)
+    anna.tell(1.0, made())
+    for number, diary in enumerate((boris, clara)):
+        passes(1.1, HEADER, anna, diary)
+        diary.tell(1.2, BlobAsked(blob="b" * 16, signer=ANNA, section="group/1", bytes=100))
+        diary.tell(1.3, BlobRefused(blob="b" * 16, holder=ANNA, reason=f"cannot reach {ANNA}: timeout"))
+        if number:
+            diary.tell(1.4, BlobRefused(blob="b" * 16, holder=BORIS, reason="not_held: b"))
+            diary.tell(6.0, BlobFailed(blob="b" * 16, signer=ANNA, seconds=4.8, reason="stopped"))
+        else:
+            holders = (CLARA,)
+            diary.tell(2.0, BlobCame(blob="b" * 16, signer=ANNA, holders=holders, bytes=100, seconds=0.8))
+    close(diaries)
+    (answer,) = told(diaries, "blob", ANNA)
+    assert "Others asked for its blobs: group/1 bbbbbbbb of 100 bytes." in answer
+    assert "It reached …BBBBBB 2.000 s after the head, in 0.800 s from …CCCCCC." in answer
+    assert "…CCCCCC lacks group/1 bbbbbbbb, asked for 1.200 s after the head, given up 6.000 s after the head" in answer
+    assert "(…AAAAAA: cannot reach …AAAAAA: timeout; …BBBBBB: not_held: b)" in answer
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def spes(capsys: pytest.CaptureFixture[str]) -> Spes:
+    return Spes(capsys)
+
+
+def test_the_command_shows_a_table_json_and_an_answer(tmp_path: Path, spes: Spes) -> None:
+    diaries = swarm(tmp_path, 0.0, 100.0, 0.0)
+    exchange(diaries)
+    close(diaries)
+    folders = [diary.path.parent for diary in diaries]
+    shown = spes("events", *folders)
+    assert shown.code == 0
+    assert "run abababababababab, round 12: 20.0" in shown.out
+    assert all(peer in shown.out for peer in PEERS)
+    assert "-100.00" in shown.out
+    assert "+1.000  …AAAAAA  made its header 0000000000000000 of round 12" in shown.out
+    value = spes("events", *folders, "--round", 12, "--json").json
+    assert [event["peer"] for event in value["events"] if event["event"] == "header"] == list(PEERS)
+    assert value["clocks"][1]["offset_seconds"] - value["clocks"][0]["offset_seconds"] == pytest.approx(-100, abs=0.02)
+    mine = spes("events", *folders, "--peer", "CCCC", "--json").json
+    assert 0 < len(mine["events"]) < len(value["events"])
+    assert all(CLARA in str(event) for event in mine["events"])
+    asked = spes("events", *folders, "--why", "header:…AAAAAA")
+    assert asked.out.startswith("…AAAAAA made its header of round 12")
+    assert len(asked.out.splitlines()) == 1
+    (answer,) = spes("events", *folders, "--why", f"header:{ANNA}", "--json").json["answers"]
+    assert {fate["peer"] for fate in answer["peers"]} == {BORIS, CLARA}
+
+
+def test_text_of_others_cannot_drive_the_terminal(tmp_path: Path, spes: Spes) -> None:
+    (diary,) = swarm(tmp_path, 0.0)
+    hostile = "\x1b[2J[bold]\u202e"
+    diary.tell(1.0, Received(sender=BORIS, id="1" * 16, kind=hostile, check="size", detail=hostile, round=12))
+    close([diary])
+    shown = spes("events", diary.path)
+    assert shown.code == 0
+    assert "[bold]" in shown.out
+    assert "\x1b" not in shown.out
+    assert "\u202e" not in shown.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["events", "{}/nothing"], "there is no .*/nothing: name the home"),
+        (["events", "{}/empty"], "no event log in .*/empty: a peer writes events.jsonl"),
+        (["events", "{}/foreign"], "is no event log of a peer: none of its 1 lines says whose it is"),
+        (["events", "{}/A", "{}/C"], "these logs are of different runs: .*/A.* is of run abababababababab; "),
+        (["events", "{}/A", "--round", "99"], "no log here tells of a head before round 99: .* round 11 to 13"),
+        (["events", "{}/A", "--peer", "ZZZZ"], "no peer here ends in 'ZZZZ': give .* letters of …AAAAAA"),
+        (["events", "{}/A", "--peer", "A"], "'A' is too short for a peer"),
+        (["events", "{}/A", "--why", "header"], "argument --why: 'header': expected one of header, proposal"),
+        (["events", "{}/blank"], "blank/events.jsonl is empty: nothing has happened there yet"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_shown_is_one_clear_line(tmp_path: Path, spes: Spes, arguments: list[str], message: str) -> None:
+    close(swarm(tmp_path, 0.0))
+    Diary(tmp_path, CLARA, run="cd" * 32).tell(0.0, head(12))
+    for name, text in (("empty", None), ("foreign", "hello\n"), ("blank", "")):
+        (tmp_path / name).mkdir()
+        if text is not None:
+            (tmp_path / name / "events.jsonl").write_text(text)
+    result = spes(*(argument.format(tmp_path) for argument in arguments))
+    assert result.code == 2
+    with pytest.raises(UserError, match=message):
+        raise UserError(result.error)
+
+
+def test_a_home_is_looked_through_for_its_run(tmp_path: Path, spes: Spes) -> None:
+    (diary,) = swarm(tmp_path, 0.0)
+    close([diary])
+    home = tmp_path / "home"
+    for run in (RUN, "cd" * 32):
+        (home / "runs" / run).mkdir(parents=True)
+    (home / "runs" / RUN / "events.jsonl").write_bytes(diary.path.read_bytes())
+    assert spes("events", home).code == 0
+    (home / "runs" / ("cd" * 32) / "events.1.jsonl").write_bytes(diary.path.read_bytes())
+    assert "holds the logs of 2 runs: name one of them" in spes("events", home).error
+    (home / "pin").write_text(RUN)
+    assert spes("events", home).code == 0
