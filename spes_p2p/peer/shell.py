@@ -133,8 +133,8 @@ class Shell:
         """A record pushed by another peer. Raises `RemoteError` at it when a check fails."""
         message: Signed[Any] = unseal(raw, *PUSHED, peer=sender)
         if isinstance(message.record, Start | Reset):
-            await self._on_opening(message)
             self._events.received(sender, message)
+            await self._on_opening(message)
             return b""
         outputs = self._take(message)
         refused = next((output for output in outputs if isinstance(output, Refused)), None)
