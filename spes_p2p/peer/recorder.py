@@ -213,11 +213,11 @@ class Recorder:
         known = self._received.get(key)
         self._received[key] = check
         _bound(self._received, REMEMBERED_MAX)
-        self._lines[sender] = self._lines.get(sender, 0) + 1
-        _bound(self._lines, REMEMBERED_MAX)
-        if known == check or self._lines[sender] > STRANGE_LINES_MAX:
+        if known == check or self._lines.get(sender, 0) >= STRANGE_LINES_MAX:
             self._repeats["received"] += 1
             return False
+        self._lines[sender] = self._lines.get(sender, 0) + 1
+        _bound(self._lines, REMEMBERED_MAX)
         return True
 
     def _forget_strangers(self) -> None:
