@@ -262,7 +262,7 @@ class Agreement:
             agreeing = self.electorate.weight(vote.signer for vote in votes)
             consenting = {vote.signer for vote in votes if vote.record.degraded}
             dropped = self._dropped(chosen)
-            if dropped is not None and self.electorate.strength(agreeing, consenting, dropped):
+            if dropped is not None and self._suffice(agreeing, consenting, dropped):
                 self._proofs.setdefault((number, chosen), tuple(votes))
         return outputs
 
@@ -352,8 +352,7 @@ class Agreement:
                 if value is None:
                     continue
                 consenting = view.precommits.consents.get(chosen, ())
-                strength = self.electorate.strength(weight, consenting, value.value.dropped)
-                if strength > Strength.ANY or (strength and self.leniency == Leniency.ANY):
+                if self._suffice(weight, consenting, value.value.dropped):
                     self.decided = True
                     votes = tuple(
                         vote
@@ -518,7 +517,12 @@ class Agreement:
         if dropped is None:
             return False
         agreeing, consenting = self._views[number].prevotes.amount((value_id, NIL))
-        return bool(self.electorate.strength(agreeing, consenting, dropped))
+        return self._suffice(agreeing, consenting, dropped)
+
+    def _suffice(self, agreeing: int, consenting: Collection[str], dropped: Collection[int]) -> bool:
+        """Whether votes are enough for this peer. Those of a few are what a liar alone can make: they need consent."""
+        strength = self.electorate.strength(agreeing, consenting, dropped)
+        return strength > Strength.ANY or (strength == Strength.ANY and self.leniency == Leniency.ANY)
 
     def _proof(self, number: int, value_id: bytes) -> tuple[Signed[Prevote], ...]:
         counted = (

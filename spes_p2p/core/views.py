@@ -60,9 +60,10 @@ class Tally(Generic[V]):
 
     def count(self, signed: V, weight: int) -> V | None:
         """Count a vote; returns the signer's earlier one, which stays, if that says something else."""
-        known = self.votes.setdefault(signed.signer, signed)
-        if known is not signed:
+        known = self.votes.get(signed.signer)
+        if known is not None:
             return None if known.record == signed.record else known
+        self.votes[signed.signer] = signed
         choice = choice_of(signed.record)
         self.weights[choice] += weight
         if signed.record.degraded:
