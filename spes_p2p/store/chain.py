@@ -90,21 +90,22 @@ class StoredLedger:
 
     def walk(self) -> Iterator[Step]:
         """Every stored record in order, checked anew from the manifest on. Raises `IntegrityError`."""
-        head, heads = genesis(self.manifest, self.run_id), {}
-        heads[head.id] = head
-        position = 0
+        head, position = genesis(self.manifest, self.run_id), 0
         while entries := self.db.chain(position, 64):
             for kind, data in entries:
                 try:
-                    step = self._check(kind, data, head, heads)
+                    step = self.check_after(head, kind, data)
                 except RemoteError as error:
                     where = f"record {position} ({kind}, round {head.round}) of {self.db.path}"
                     whose = f" ({error.peer})" if error.peer else ""
                     raise IntegrityError(error.check, where, error.detail + whose) from None
                 yield step
                 head = step.after
-                heads[head.id] = head
                 position += 1
+
+    def check_after(self, before: Head, kind: str, data: bytes) -> Step:
+        """Check a record that would follow any head. Raises `RemoteError`."""
+        return self._check(kind, data, before, {before.id: before})
 
     def _check(self, kind: str, data: bytes, head: Head, heads: dict[bytes, Head]) -> Step:
         if kind == "commit":
@@ -150,10 +151,6 @@ class Chain(StoredLedger):
         if step.before.id != self.head.id and not Branch(self, step.before, [step]).is_better:
             raise RemoteError("opening", "what follows that head here goes before this record")
         return step
-
-    def check_after(self, before: Head, kind: str, data: bytes) -> Step:
-        """Check a record that would follow any head. Raises `RemoteError`."""
-        return self._check(kind, data, before, {before.id: before})
 
     def append(self, step: Step) -> None:
         """Store a checked record; the head moves on. Raises `UserError` if the disk does not take it.
