@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -83,7 +84,7 @@ class LedgerDB:
             raise
 
     def _prepare(self) -> None:
-        self._db.execute("PRAGMA journal_mode = WAL")
+        self._use_wal()
         self._db.execute("PRAGMA synchronous = FULL")
         (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
@@ -94,6 +95,18 @@ class LedgerDB:
         if version < _VERSION:
             # Creating twice is harmless, so processes that open a new file together need no other agreement.
             self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+
+    def _use_wal(self) -> None:
+        """Several processes that turn a new file into a WAL one at once are told that it is busy, without a wait."""
+        deadline = time.monotonic() + _BUSY_SECONDS
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
 
     def close(self) -> None:
         """Close the file; the object is of no use afterwards."""
