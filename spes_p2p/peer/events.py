@@ -21,6 +21,8 @@ Names = Callable[[str], str]
 DIGITS = 16
 """Hexadecimal digits of a digest."""
 
+_PEER_FIELDS = ("peer", "to", "sender", "signer", "holder", "holders")
+
 
 def short(digest: bytes) -> str:
     """A digest as events carry it; an empty one stays empty."""
@@ -35,12 +37,19 @@ class Event:
 
     def told(self, names: Names) -> str:
         """What happened, for a person."""
-        raise NotImplementedError
+        return self._told(names)
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Other peers that it is about."""
-        return ()
+        """The other peers that it is about."""
+        found: list[str] = []
+        for name in _PEER_FIELDS:
+            value = getattr(self, name, ())
+            found += [value] if isinstance(value, str) else value
+        return tuple(peer for peer in dict.fromkeys(found) if peer)
+
+    def _told(self, names: Names) -> str:
+        raise NotImplementedError
 
 
 # ---- the process and its ledger --------------------------------------------------------------------------------------
@@ -54,7 +63,7 @@ class Start(Event):
     role: str
     pid: int
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         return f"started as {self.role} (pid {self.pid})"
 
 
@@ -65,7 +74,7 @@ class Stop(Event):
     NAME: ClassVar[str] = "stop"
     reason: str = ""
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         return f"stopped{_because(self.reason)}"
 
 
@@ -87,7 +96,7 @@ class HeadMoved(Event):
     view: int = -1
     counted: int = -1
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         what = f" ({self.kind}" + (f" of view {self.view}" if self.view >= 0 else "") + ")" if self.kind else ""
         counted = f", {self.counted} contributions counted" if self.counted >= 0 else ""
         return f"head before round {self.round}: {self.id}{what}, by {self.how}{counted}"
@@ -100,7 +109,7 @@ class Noted(Event):
     NAME: ClassVar[str] = "noted"
     line: str
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         return f"noted: {self.line}"
 
 
@@ -113,7 +122,7 @@ class Repeats(Event):
     received: int = 0
     other: int = 0
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         parts = [(self.sent, "records sent again"), (self.received, "received again"), (self.other, "other repeats")]
         return ", ".join(f"{count} {what}" for count, what in parts if count)
 
@@ -132,7 +141,7 @@ class HeaderMade(Event):
     steps: int
     bytes: int
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         size = f"{self.bytes} bytes in blobs"
         return f"made its header {self.id} of round {self.round}: {self.steps} steps, {self.tokens} tokens, {size}"
 
@@ -149,7 +158,7 @@ class Said(Event):
     value: str = ""
     root: str = ""
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         if self.view < 0:
             return f"said its {self.kind} {self.id}"
         root = f", root {self.root}" if self.root else ""
@@ -173,15 +182,11 @@ class Sent(Event):
     seconds: float = 0.0
     detail: str = ""
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         tries = f" at try {self.tries}" if self.tries > 1 else ""
         lasted = f" after {self.seconds:.3f} s" if self.outcome != "dropped" else ""
         how = f"{self.outcome}{tries}{lasted}{_because(self.detail)}"
         return f"pushed {self.kind or 'record'} {self.id} to {names(self.to)}: {how}"
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        return (self.to,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +210,7 @@ class Received(Event):
     here: int = -1
     path: str = ""
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         what = f"{self.kind or 'record'} {self.id}"
         if self.view >= 0:
             what += f" in view {self.view}" + (f" for {self.value or 'nil'}" if self.kind != "proposal" else "")
@@ -213,10 +218,6 @@ class Received(Event):
         refused = f": refused, {self.check}{_because(self.detail)}" if self.check else ""
         here = f" (of round {self.round}, while at round {self.here})" if self.here >= 0 else ""
         return f"heard from {names(self.sender)}{_in(self.path)}: {what}{whose}{here}{refused}"
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        return (self.sender, self.signer)
 
 
 # ---- from collecting to the commit ---------------------------------------------------------------------------------
@@ -232,13 +233,9 @@ class BlobAsked(Event):
     section: str
     bytes: int
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         what = f"{self.section} of {names(self.signer)}, {self.bytes} bytes"
         return f"fetches blob {self.blob} ({what})"
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        return (self.signer,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,12 +247,8 @@ class BlobRefused(Event):
     holder: str
     reason: str
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         return f"did not get blob {self.blob} from {names(self.holder)}{_because(self.reason)}"
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        return (self.holder,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,13 +262,9 @@ class BlobCame(Event):
     bytes: int
     seconds: float
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         givers = ", ".join(map(names, self.holders)) or "an earlier try"
         return f"has blob {self.blob} of {names(self.signer)} from {givers}: {self.bytes} bytes in {self.seconds:.3f} s"
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        return (self.signer, *self.holders)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,12 +277,8 @@ class BlobFailed(Event):
     seconds: float
     reason: str
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         return f"gave up blob {self.blob} of {names(self.signer)} after {self.seconds:.3f} s{_because(self.reason)}"
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        return (self.signer,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,13 +292,9 @@ class Checked(Event):
     seconds: float
     check: str = ""
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         verdict = f"fails {self.check}" if self.check else "good"
         return f"checked the contribution of {names(self.signer)}: {verdict} (in {self.seconds:.3f} s)"
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        return (self.signer,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +304,7 @@ class CutShort(Event):
     NAME: ClassVar[str] = "cut"
     round: int
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         return f"cuts its training of round {self.round} short"
 
 
@@ -336,7 +317,7 @@ class ViewBegun(Event):
     view: int
     why: str
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         return f"begins view {self.view} of round {self.round}{_because(self.why)}"
 
 
@@ -350,7 +331,7 @@ class Applied(Event):
     root: str
     seconds: float
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         return f"applied set {self.value} of round {self.round}: root {self.root} (in {self.seconds:.3f} s)"
 
 
@@ -365,7 +346,7 @@ class TrainerStarted(Event):
     pid: int
     device: str
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         return f"trainer ready on {self.device} (pid {self.pid})"
 
 
@@ -377,7 +358,7 @@ class TrainerEnded(Event):
     code: int
     problem: str
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         return f"trainer ended with code {self.code}{_because(self.problem)}"
 
 
@@ -389,7 +370,7 @@ class Training(Event):
     round: int
     steps: int
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         return f"trains round {self.round}: {self.steps} steps"
 
 
@@ -402,7 +383,7 @@ class Trained(Event):
     steps: int
     seconds: float
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         return f"trained round {self.round}: {self.steps} steps in {self.seconds:.3f} s"
 
 
@@ -414,13 +395,9 @@ class Link(Event):
     peer: str
     path: str
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         how = "lost its connection to" if self.path == "down" else f"has a {self.path} connection to"
         return f"{how} {names(self.peer)}"
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        return (self.peer,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,16 +412,12 @@ class Contact(Event):
     tries: int = 1
     reason: str = ""
 
-    def told(self, names: Names) -> str:
+    def _told(self, names: Names) -> str:
         if self.what == "silent":
             return f"hello to {names(self.peer)} had no answer, {self.tries} in a row{_because(self.reason)}"
         at = f" at {', '.join(self.addresses)}" if self.addresses else ""
         word = {"new": "knows", "moved": "has other addresses of"}.get(self.what, self.what)
         return f"{word} {names(self.peer)}{_in(self.role)}{at}"
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        return (self.peer,)
 
 
 VOCABULARY: dict[str, type[Event]] = {kind.NAME: kind for kind in Event.__subclasses__()}
