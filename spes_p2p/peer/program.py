@@ -23,7 +23,7 @@ from spes_p2p.peer.peer import Peer
 from spes_p2p.peer.remembered import ADDRESSES_MAX, Remembered, recall, remember, with_port
 from spes_p2p.peer.retention import require_quota
 from spes_p2p.store.files import make_directory
-from spes_p2p.store.rundir import RunDir
+from spes_p2p.store.rundir import RunDir, hold
 from spes_protocols.errors import NetworkError, RemoteError, UserError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Signed
@@ -56,10 +56,11 @@ async def open_peer(
         or_manifest = "" if options.trains else ", or the signed manifest with --manifest"
         raise UserError(f"nothing to join: give the address of any peer of the run with --peer{or_manifest}")
     make_directory(options.home)
-    identity = Identity.load_or_create(options.home / "identity")
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(hold(options.home))  # before the network hears of a second peer with this identity
+        identity = Identity.load_or_create(options.home / "identity")
         if known is not None:
-            stack.enter_context(known.lock())  # before the network hears of a second peer with this identity
+            stack.enter_context(known.lock())
         remembered = recall(options.home / NETWORK)
         transport = await _transport(options, identity.peer_id, remembered)
         stack.push_async_callback(transport.close)

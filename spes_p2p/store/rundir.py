@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,10 @@ from spes_protocols.types import ENVELOPE_BYTES_MAX
 _MANIFEST = "manifest"
 EVENTS = "events.jsonl"
 """The event log in a run's directory."""
+
+_NAME_SECONDS = 1.0
+_POLL_SECONDS = 0.02
+"""How long, and how often, a lock that is taken is asked who has it."""
 
 _DIRECTORIES = ("blobs", "snapshots", "optim", "out", "cache")
 
@@ -145,26 +150,58 @@ class RunDir:
 
         Raises `UserError` naming the process that holds it. The kernel frees the lock however the holder ends.
         """
-        path = self.path / "lock"
-        with disk_errors(path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip() or "unknown"
-                raise UserError(
-                    f"{self.path} is in use by pid {holder}: end that process first (`spes leave` ends a volunteer), "
-                    "or give another --dir"
-                ) from None
-            with disk_errors(path):
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        with hold(self.path):
             for directory in (self.path, self.blobs_dir, self.snapshots_dir):
                 remove_unfinished(directory)
             yield
-        finally:
-            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def hold(directory: Path) -> Iterator[None]:
+    """Hold a directory, a run's or a home with its identity, for this process alone.
+
+    Raises `UserError` naming the process that holds it. The kernel frees the lock however the holder ends.
+    """
+    path = directory / "lock"
+    with disk_errors(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        deadline = time.monotonic() + _NAME_SECONDS
+        while not _try_lock(descriptor):
+            holder = _holder(descriptor)
+            if holder or time.monotonic() > deadline:
+                raise UserError(
+                    f"{directory} is in use by pid {holder or 'unknown'}: end that process first (`spes leave` ends a "
+                    "volunteer), or give another --dir"
+                )
+            time.sleep(_POLL_SECONDS)  # its holder has not written its number yet, or is just ending
+        with disk_errors(path):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(descriptor: int) -> int:
+    """The process that wrote its number into a lock file, 0 if there is none or it lives no more."""
+    text = os.pread(descriptor, 20, 0)
+    pid = int(text) if text.strip().isdigit() else 0
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return 0
+    except PermissionError:  # somebody else's
+        pass
+    return pid
 
 
 def pinned_run(home: Path) -> bytes | None:

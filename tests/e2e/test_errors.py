@@ -62,7 +62,7 @@ def test_what_fails_before_anything_is_joined(run: Run, busy_port: int) -> None:
         assert "connection refused" in failing["unreachable"].error(3)
     for name in ("home", "home2", "home3", "home4"):
         left = {path.name for path in (run.folder / name).glob("*")}
-        assert left <= {"identity", "p2pd.log"}, name
+        assert left <= {"identity", "lock", "p2pd.log"}, name
 
 
 def test_the_wrong_run(run: Run, tmp_path: Path) -> None:
