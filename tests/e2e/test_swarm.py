@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections import Counter
 from pathlib import Path
 
 from spes_p2p.store.chain import Step
@@ -86,11 +87,41 @@ def test_a_swarm_outlives_its_bootstrap_and_its_volunteers(tmp_path: Path) -> No
 
         everyone = (first, paused, killed, steady, fifth)
         same_ledger(*everyone)
+        tells_what_happened(swarm, *old)
         votes_were_kept_to(*everyone)
         for volunteer in everyone:
             assert states_fit(volunteer) >= 1
             assert "internal error" not in volunteer.text
             assert "Traceback" not in volunteer.text
+
+
+def tells_what_happened(swarm: Swarm, *old: Volunteer) -> None:
+    """The volunteers' event logs have every contribution of an early round made once, and heard everywhere else."""
+    peers = {volunteer.peer_id for volunteer in old}
+    full = next(step for step in old[-1].steps() if all(contributed(step, peer) for peer in peers))
+    homes, number = [volunteer.home for volunteer in old], full.before.round
+    timeline = swarm.json("events", *homes, "--round", number)
+    assert (timeline["round"], timeline["skipped"], timeline["unknown"], timeline["lost"]) == (number, 0, 0, 0)
+    assert {clock["peer"] for clock in timeline["clocks"]} == peers
+    made = {event["id"]: event for event in timeline["events"] if event["event"] == "header"}
+    assert {event["peer"] for event in made.values()} == peers
+    assert len(made) == len(peers)
+    heard = {
+        (event["id"], event["peer"]): event["seconds"]
+        for event in timeline["events"]
+        if event["event"] == "received" and event["id"] in made and not event.get("check")
+    }
+    assert set(heard) == {(name, peer) for name, event in made.items() for peer in peers - {event["peer"]}}
+    assert all(made[name]["seconds"] < seconds for (name, _), seconds in heard.items())
+    moved = [event["peer"] for event in timeline["events"] if event["event"] == "head" and event["round"] == number + 1]
+    assert set(moved) == peers
+    lines = Counter(event["peer"] for event in timeline["events"])
+    assert max(lines.values()) < 200, lines
+
+    answer = swarm.spes("events", *homes, "--round", number, "--why", f"header:{old[0].peer_id}")
+    assert f"made its header of round {number}" in answer.text
+    reached = answer.text.partition("It reached ")[2]
+    assert all(f"…{peer[-6:]} after " in reached for peer in peers - {old[0].peer_id})
 
 
 def pauses(swarm: Swarm, volunteer: Volunteer) -> None:
