@@ -182,7 +182,9 @@ class _Case:
             last = tries[-1].event
             assert isinstance(last, Sent)
             count = f"{last.tries} pushes" if last.tries > 1 else "one push"
-            return f"{count} {last.outcome}, the last one told of {self._at(tries[-1])} ({self._reason(last.detail)})"
+            details = [m.event.detail for m in tries if isinstance(m.event, Sent) and m.event.outcome == last.outcome]
+            reasons = "; then ".join(self._reason(detail) for detail in list(dict.fromkeys(details))[:_REASONS_MAX])
+            return f"{count} {last.outcome}, the last one told of {self._at(tries[-1])} ({reasons})"
         if pushes:
             dropped = pushes[-1].event
             assert isinstance(dropped, Sent)
@@ -207,7 +209,7 @@ class _Case:
         covering = [span for span in spans if span[0] <= since <= span[1]]
         if not covering:
             before = [span[1] for span in spans if span[1] < since]
-            last = f", its last line is from {before[-1] - self._timeline.zero:.3f} s" if before else ""
+            last = f": its last line is from {before[-1] - self._timeline.zero:.3f} s" if before else ""
             return f" It was not running at {seconds}, or wrote nothing{last}."
         mine = self._of(peer)
         gap = _gap(mine, since)
@@ -233,7 +235,13 @@ class _Case:
             return Answer(thing=thing, made=made, fates=())
         clues = [m for m in self._of(self._maker) if isinstance(m.event, _CLUES[self._what])]
         told = "; ".join(f"{self._at(m)} it {_verb(m.event.told(self._names))}" for m in clues[-_CLUES_MAX:])
-        what_else = f" Its log: {told}." if told else " Its log says nothing of that round's time."
+        timeline = self._timeline
+        what_else = (
+            f" Its log: {told}." if told else f" Its log says nothing of it.{self._state(self._maker, timeline.zero)}"
+        )
+        last = max((span[1] for span in timeline.alive.get(self._maker, [])), default=timeline.end)
+        if told and last < timeline.end - _SILENCE_SECONDS:
+            what_else += f" Its log ends {last - timeline.zero:.3f} s after the head."
         return Answer(thing=thing, made=f"{self._me} made no {thing}.{what_else}", fates=())
 
     # ---- blobs -------------------------------------------------------------------------------------------------

@@ -256,6 +256,7 @@ def test_why_a_header_was_never_made(tmp_path: Path) -> None:
     (answer,) = told(diaries, "header", ANNA)
     assert answer.startswith("…AAAAAA made no header of round 12. Its log: 0.000 s after the head it saw its head")
     assert "2.000 s after the head it saw its trainer ended with code -9: killed by signal 9" in answer
+    assert "Its log ends" not in answer
     assert told(diaries[1:], "header", ANNA) == [
         "No log here tells of a header of round 12 by …AAAAAA, whose own is not among them."
     ]
@@ -270,6 +271,20 @@ def test_a_peer_that_stood_still_is_told_apart(tmp_path: Path) -> None:
     (answer,) = told(diaries, "header", ANNA, CLARA)
     assert "…CCCCCC never received it: one push failed" in answer
     assert "Its log is silent from 0.002 s to 17.000 s." in answer
+
+
+def test_a_peer_that_died_in_the_round_is_told_apart(tmp_path: Path) -> None:
+    diaries = anna, boris = swarm(tmp_path, 0.0, 0.0)
+    boris.tell(3.0, made())
+    for at, tries, problem in ((4.0, 1, "connection refused"), (9.0, 4, "tried a moment ago")):
+        boris.tell(at, Sent(to=ANNA, id=HEADER, kind="header", outcome="failed", tries=tries, detail=problem))
+    close([boris])
+    (answer,) = told(diaries, "header", ANNA)
+    assert answer.endswith("Its log ends 0.000 s after the head.")
+    (answer,) = told(diaries, "header", BORIS)
+    assert "(connection refused; then tried a moment ago)" in answer
+    assert answer.endswith("It was not running at 3.000 s, or wrote nothing: its last line is from 0.000 s.")
+    assert anna.peer not in answer
 
 
 def test_each_vote_has_its_answer(tmp_path: Path) -> None:
