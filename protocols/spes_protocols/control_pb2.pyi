@@ -13,10 +13,12 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     COUNTED: _ClassVar[Outcome]
     MISSED: _ClassVar[Outcome]
     REFUSED: _ClassVar[Outcome]
+    ABANDONED: _ClassVar[Outcome]
 UNKNOWN: Outcome
 COUNTED: Outcome
 MISSED: Outcome
 REFUSED: Outcome
+ABANDONED: Outcome
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -77,7 +79,7 @@ class PhaseSeconds(_message.Message):
     def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run_name", "run_id", "organizer", "peer_id", "phase", "round", "state_root", "step", "steps", "loss", "tokens_per_second", "tokens", "members", "links", "losses", "bytes_up", "bytes_down", "last_error", "trainer", "trainer_pid", "addresses", "groups_total", "progress", "progress_text", "phases", "progress_bytes_per_second", "progress_seconds_left")
+    __slots__ = ("run_name", "run_id", "organizer", "peer_id", "phase", "round", "state_root", "step", "steps", "loss", "tokens_per_second", "tokens", "members", "links", "losses", "bytes_up", "bytes_down", "last_error", "trainer", "trainer_pid", "addresses", "groups_total", "progress", "progress_text", "phases", "progress_bytes_per_second", "progress_seconds_left", "waiting")
     RUN_NAME_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ORGANIZER_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +107,7 @@ class StatusReply(_message.Message):
     PHASES_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     run_name: str
     run_id: str
     organizer: str
@@ -132,19 +135,22 @@ class StatusReply(_message.Message):
     phases: _containers.RepeatedCompositeFieldContainer[PhaseSeconds]
     progress_bytes_per_second: float
     progress_seconds_left: float
-    def __init__(self, run_name: _Optional[str] = ..., run_id: _Optional[str] = ..., organizer: _Optional[str] = ..., peer_id: _Optional[str] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., state_root: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., tokens: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., losses: _Optional[_Iterable[_Union[LossPoint, _Mapping]]] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., last_error: _Optional[str] = ..., trainer: _Optional[str] = ..., trainer_pid: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., groups_total: _Optional[int] = ..., progress: _Optional[float] = ..., progress_text: _Optional[str] = ..., phases: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., progress_bytes_per_second: _Optional[float] = ..., progress_seconds_left: _Optional[float] = ...) -> None: ...
+    waiting: str
+    def __init__(self, run_name: _Optional[str] = ..., run_id: _Optional[str] = ..., organizer: _Optional[str] = ..., peer_id: _Optional[str] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., state_root: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., tokens: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., losses: _Optional[_Iterable[_Union[LossPoint, _Mapping]]] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., last_error: _Optional[str] = ..., trainer: _Optional[str] = ..., trainer_pid: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., groups_total: _Optional[int] = ..., progress: _Optional[float] = ..., progress_text: _Optional[str] = ..., phases: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., progress_bytes_per_second: _Optional[float] = ..., progress_seconds_left: _Optional[float] = ..., waiting: _Optional[str] = ...) -> None: ...
 
 class TrainerEvent(_message.Message):
-    __slots__ = ("ready", "progress", "round_done", "failed")
+    __slots__ = ("ready", "progress", "round_done", "failed", "skipped")
     READY_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     ROUND_DONE_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
     ready: Ready
     progress: Progress
     round_done: RoundDone
     failed: Failed
-    def __init__(self, ready: _Optional[_Union[Ready, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., round_done: _Optional[_Union[RoundDone, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
+    skipped: Skipped
+    def __init__(self, ready: _Optional[_Union[Ready, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., round_done: _Optional[_Union[RoundDone, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., skipped: _Optional[_Union[Skipped, _Mapping]] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("has_pending", "pending_round", "pid", "device", "pending_epoch")
@@ -189,7 +195,7 @@ class SectionFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., codec: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
 
 class RoundDone(_message.Message):
-    __slots__ = ("round", "sections", "tokens", "steps", "loss", "train_seconds", "encode_seconds")
+    __slots__ = ("round", "sections", "tokens", "steps", "loss", "train_seconds", "encode_seconds", "epoch")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     SECTIONS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +203,7 @@ class RoundDone(_message.Message):
     LOSS_FIELD_NUMBER: _ClassVar[int]
     TRAIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ENCODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     round: int
     sections: _containers.RepeatedCompositeFieldContainer[SectionFile]
     tokens: int
@@ -204,13 +211,20 @@ class RoundDone(_message.Message):
     loss: float
     train_seconds: float
     encode_seconds: float
-    def __init__(self, round: _Optional[int] = ..., sections: _Optional[_Iterable[_Union[SectionFile, _Mapping]]] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., train_seconds: _Optional[float] = ..., encode_seconds: _Optional[float] = ...) -> None: ...
+    epoch: bytes
+    def __init__(self, round: _Optional[int] = ..., sections: _Optional[_Iterable[_Union[SectionFile, _Mapping]]] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., train_seconds: _Optional[float] = ..., encode_seconds: _Optional[float] = ..., epoch: _Optional[bytes] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("message",)
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     message: str
     def __init__(self, message: _Optional[str] = ...) -> None: ...
+
+class Skipped(_message.Message):
+    __slots__ = ("round",)
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    def __init__(self, round: _Optional[int] = ...) -> None: ...
 
 class TrainerTask(_message.Message):
     __slots__ = ("train", "cut", "stop")
@@ -223,7 +237,7 @@ class TrainerTask(_message.Message):
     def __init__(self, train: _Optional[_Union[TrainRound, _Mapping]] = ..., cut: _Optional[_Union[CutShort, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
 
 class TrainRound(_message.Message):
-    __slots__ = ("round", "state_path", "step", "steps", "batch_sequences", "first_sequence", "groups", "out_dir", "has_outcome", "outcome_round", "outcome", "epoch", "counted")
+    __slots__ = ("round", "state_path", "step", "steps", "batch_sequences", "first_sequence", "groups", "out_dir", "has_outcome", "outcome_round", "outcome", "epoch", "counted", "fresh")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STATE_PATH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +251,7 @@ class TrainRound(_message.Message):
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
+    FRESH_FIELD_NUMBER: _ClassVar[int]
     round: int
     state_path: str
     step: int
@@ -250,7 +265,8 @@ class TrainRound(_message.Message):
     outcome: Outcome
     epoch: bytes
     counted: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, round: _Optional[int] = ..., state_path: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., batch_sequences: _Optional[int] = ..., first_sequence: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ..., out_dir: _Optional[str] = ..., has_outcome: _Optional[bool] = ..., outcome_round: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., epoch: _Optional[bytes] = ..., counted: _Optional[_Iterable[str]] = ...) -> None: ...
+    fresh: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[int] = ..., state_path: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., batch_sequences: _Optional[int] = ..., first_sequence: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ..., out_dir: _Optional[str] = ..., has_outcome: _Optional[bool] = ..., outcome_round: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., epoch: _Optional[bytes] = ..., counted: _Optional[_Iterable[str]] = ..., fresh: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CutShort(_message.Message):
     __slots__ = ("round",)

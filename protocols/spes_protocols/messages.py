@@ -359,24 +359,25 @@ class Reset:
 
 @dataclass(frozen=True, kw_only=True)
 class Ban:
-    """Organizer record that removes a peer and refuses its claims, from the commit that carries it on (SPEC 5.10)."""
+    """Organizer record that removes a peer and refuses its claims, from the commit that carries it on (SPEC 5.10).
+
+    `resets` is the number of the last reset when it was given: a reset that takes it back must not be undone by it.
+    """
 
     KIND: ClassVar[str] = "ban"
     run_id: Digest
+    resets: Count = 0
     peer: PeerId
     reason: Annotated[str, Size(0, 500)] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """Organizer record that ends the run with the commit that carries it (SPEC 5.10).
-
-    It holds in the epoch it names, in any if it names none: whoever kept it must not end a run that a reset resumed.
-    """
+    """Organizer record that ends the run with the commit that carries it (SPEC 5.10); `resets` as in a ban."""
 
     KIND: ClassVar[str] = "end"
     run_id: Digest
-    epoch: DigestOrNil = b""
+    resets: Count = 0
     reason: Annotated[str, Size(0, 500)] = ""
 
 

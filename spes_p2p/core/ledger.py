@@ -117,8 +117,9 @@ def check_order(manifest: Manifest, head: Head, order: Signed[Ban] | Signed[End]
         raise RemoteError("identity", "not an organizer's key", order.signer)
     if order.record.run_id != head.run_id:
         raise RemoteError("run", "the order is for another run", order.signer)
-    if isinstance(order.record, End) and order.record.epoch not in (b"", head.epoch):
-        raise RemoteError("epoch", "the run was to end in another epoch", order.signer)
+    if order.record.resets != head.resets:
+        detail = f"given after reset {order.record.resets}, where {head.resets} is the last"
+        raise RemoteError("order", detail, order.signer)
     if isinstance(order.record, Ban) and order.record.peer in head.banned:
         raise RemoteError("order", "the peer is banned already", order.signer)
 

@@ -124,14 +124,14 @@ async def run_ban(raw: bytes, identity: Identity, peers: Sequence[str], *, peer:
 async def run_end(raw: bytes, identity: Identity, peers: Sequence[str], *, reason: str) -> str:
     """End the run with the next commit."""
     async with _visit(raw, identity, peers) as visit:
-        end = End(run_id=visit.head.run_id, epoch=visit.head.epoch, reason=reason)
+        end = End(run_id=visit.head.run_id, resets=visit.head.resets, reason=reason)
         return f"the run ends with the next commit; {await visit.push(end)}"
 
 
 def _ban(visit: _Visit, peer: str, reason: str) -> Ban:
     if peer in visit.head.banned:
         raise UserError(f"{peer} is banned already")
-    return Ban(run_id=visit.head.run_id, peer=peer, reason=reason)
+    return Ban(run_id=visit.head.run_id, resets=visit.head.resets, peer=peer, reason=reason)
 
 
 @contextlib.asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from spes_p2p.store.chain import Chain
 from spes_p2p.store.ledger_db import LedgerDB
 from spes_protocols.codec import encode
 from spes_protocols.errors import IntegrityError, NetworkError, RemoteError
-from spes_protocols.messages import End, Presence
+from spes_protocols.messages import Ban, End, Presence
 from spes_protocols.requests import HELLO, HelloReply
 from tests.unit.hostile_support import MemoryTransport
 from tests.unit.log_support import ADA, BOB, EVE, ORGANIZER, RunLog
@@ -47,20 +48,16 @@ def test_a_reset_works_once(log: RunLog) -> None:
     assert (log.chain.head, log.chain.length) == (head, log.db.length()) == (head, length)
 
 
-def test_an_end_that_a_reset_has_undone_ends_nothing_again(log: RunLog) -> None:
+@pytest.mark.parametrize("kind", [End, Ban])
+def test_an_order_that_a_reset_has_undone_is_not_given_again(log: RunLog, kind: type[End] | type[Ban]) -> None:
     first = log.close_round([log.header(ADA), log.header(BOB)])
-    end = seal(End(run_id=log.run.run_id, epoch=log.chain.head.epoch), ORGANIZER)
-    check_order(log.manifest, log.chain.head, end)
-    ended = log.close_round([log.header(ADA), log.header(BOB)], orders=[end])
-    assert ended.after.ended
+    order = seal(End(run_id=log.run.run_id) if kind is End else Ban(run_id=log.run.run_id, peer=EVE.peer_id), ORGANIZER)
+    check_order(log.manifest, log.chain.head, order)
+    log.close_round([log.header(ADA), log.header(BOB)], orders=[order])
     log.reset(first, in_order(first.after.members))
-    with pytest.raises(RemoteError) as caught:
-        check_order(log.manifest, log.chain.head, end)
-    assert caught.value.check == "epoch"
-
-
-def test_an_end_for_no_epoch_in_particular_is_for_any(log: RunLog) -> None:
-    check_order(log.manifest, log.chain.head, seal(End(run_id=log.run.run_id), ORGANIZER))
+    with pytest.raises(RemoteError, match="given after reset 0, where 1 is the last"):
+        check_order(log.manifest, log.chain.head, order)
+    check_order(log.manifest, log.chain.head, seal(replace(order.record, resets=1), ORGANIZER))
 
 
 @pytest.mark.parametrize(

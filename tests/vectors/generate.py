@@ -189,7 +189,7 @@ def run_records() -> dict[str, Signed[Any]]:
             ),
             ORGANIZER,
         ),
-        "end": seal(End(run_id=RUN_ID, epoch=opened_id, reason="done"), ORGANIZER),
+        "end": seal(End(run_id=RUN_ID, resets=1, reason="done"), ORGANIZER),
         "presence": seal(
             Presence(
                 run_id=RUN_ID,
