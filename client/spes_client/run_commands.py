@@ -103,7 +103,7 @@ def _register_show(verbs: Any) -> None:
 def _register_orders(verbs: Any) -> None:
     for verb, what in (
         ("start", "sign the first owner table from the claims that peers made, which starts the run"),
-        ("reset", "go on from an earlier commit with a new owner table"),
+        ("reset", "go on from a commit with a new owner table"),
         ("ban", "remove a peer from the run and refuse its claims"),
         ("end", "end the run"),
     ):
@@ -116,10 +116,9 @@ def _register_orders(verbs: Any) -> None:
                 parser,
                 "--commit",
                 type=_digest_hex,
-                required=True,
                 env=None,
                 metavar="HEX",
-                help="commit to go on from",
+                help="commit to go on from (default: the last one)",
             )
         if verb != "start":
             ui.flag(parser, "--reason", default="", env=None, metavar="TEXT", help="why; everybody can read it")

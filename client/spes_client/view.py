@@ -52,6 +52,8 @@ def render(status: StatusReply, *, width: int, height: int, watching: bool = Fal
     columns, rows = width - 4, height - 2
     head = [_identity(status), _self_line(status), _phase_line(status, columns), Text()]
     tail = [_hint(status, watching)]
+    if status.waiting:
+        tail.insert(0, Text(one_line(status.waiting), style="yellow"))
     if status.last_error:
         tail.insert(0, Text(f"! {one_line(status.last_error)}", style="bold red"))
     grid = _groups(status, columns, rows_max=max(1, rows // 4))
@@ -82,6 +84,8 @@ def plain_line(previous: StatusReply | None, status: StatusReply) -> str | None:
     remarks += _group_remarks(old, status)
     if status.trainer != old.trainer and status.trainer:
         remarks.append(f"trainer {status.trainer}")
+    if status.waiting and not old.waiting:
+        remarks.append(status.waiting)
     if status.last_error and status.last_error != old.last_error:
         remarks.append(f"error: {status.last_error}")
     return one_line("; ".join(remarks)) or None

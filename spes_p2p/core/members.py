@@ -142,6 +142,16 @@ def opening_members(
     return in_order(_allocate(manifest, rows, {c.signer: c.record for c in claims}, parent))
 
 
+def reset_members(
+    manifest: Manifest, present: Sequence[Member], claims: Sequence[Signed[Claim]], parent: bytes, first_round: int
+) -> tuple[Member, ...]:
+    """The table that a reset goes on with (SPEC 5.10): the members who are there, claimants, vacant groups by lot."""
+    known = {member.peer for member in present}
+    rows = [replace(member, missed=0) for member in present]
+    rows += [Member(peer=c.signer, wants=c.record.wants, admitted=first_round) for c in claims if c.signer not in known]
+    return in_order(_allocate(manifest, rows, {c.signer: c.record for c in claims}, parent))
+
+
 def next_members(
     manifest: Manifest, members: Sequence[Member], banned: Sequence[str], value: VerifiedSet
 ) -> tuple[tuple[Member, ...], tuple[str, ...]]:

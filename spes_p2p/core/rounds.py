@@ -125,7 +125,7 @@ class Participant:
         self._electorate = head.electorate
         self._senders = [m.peer for m in head.members if expected_sections(self.manifest, head, m.peer)]
         self._seen_at = 0.0
-        self._patience = Patience(rules)
+        self.patience = Patience(rules)
         self._has_cut = False
         self._grace_until: float | None = None
         self._blobs_until: float | None = None
@@ -192,7 +192,7 @@ class Participant:
         if self.head.ended or not self._electorate.owners:
             return []
         is_owner = message.signer in self._electorate.weights
-        self._patience.hear(message.signer if is_owner and not isinstance(record, Proposal) else None, now)
+        self.patience.hear(message.signer if is_owner and not isinstance(record, Proposal) else None, now)
         if isinstance(record, Header):
             return self._on_header(message, now)  # type: ignore[arg-type]
         if isinstance(record, Proposal):
@@ -244,7 +244,7 @@ class Participant:
         """When `on_tick` is due at the latest, None when only messages can change anything."""
         if self.agreement.decided or self.head.ended:
             return None
-        deadlines = [self.agreement.next_deadline, self._resend_at, self._patience.next_look(self.agreement.leniency)]
+        deadlines = [self.agreement.next_deadline, self._resend_at, self.patience.next_look(self.agreement.leniency)]
         if self.agreement.view < 0 or self._building is not None:
             # Once they have passed, only messages and verdicts change anything.
             deadlines += [d for d in (self._grace_until, self._blobs_until) if d is not None and d > self._seen_at]
@@ -277,11 +277,11 @@ class Participant:
         """Waiting cuts training short, then makes this peer consent to ever less (SPEC 5.12)."""
         if self.agreement.decided or self.agreement.halted:
             return []
-        leniency = self._patience.look(now)
-        outputs = self._cut() if self._patience.is_half_over else []
+        leniency = self.patience.look(now)
+        outputs = self._cut() if self.patience.is_half_over else []
         if leniency <= self.agreement.leniency:
             return outputs
-        outputs.append(Relented(leniency, self._patience.waited_seconds))
+        outputs.append(Relented(leniency, self.patience.waited_seconds))
         if self._grace_until is None:
             self._grace_until, self._blobs_until = now, now + self.manifest.rounds.blob_seconds
         return outputs + self._absorb(self.agreement.relent(leniency, now), now) + self._advance(now)
@@ -298,7 +298,7 @@ class Participant:
         kept = {
             peer
             for peer in self._electorate.owners
-            if (peer == self.me or self._patience.is_there(peer, now))
+            if (peer == self.me or self.patience.is_there(peer, now))
             and (base is not None or peer in self.headers or peer in self._offers)
         }
         weight = self._electorate.weight(kept)
@@ -343,7 +343,7 @@ class Participant:
     ) -> list[Output]:
         if message.signer == self.me:
             return []
-        self._patience.hear(None, now)  # others go on without this round, which may be why nothing comes
+        self.patience.hear(None, now)  # others go on without this round, which may be why nothing comes
         if epoch != self.head.epoch or number > self.head.round:
             useful = opened is not None or not isinstance(message.record, Proposal)
             if useful and number == self.head.round + 1 and self.head.member(message.signer) is not None:

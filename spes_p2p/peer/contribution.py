@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from spes_p2p.core.head import Head
@@ -47,7 +47,7 @@ class Publisher:
         """
         head = self._chain.head
         try:
-            if done.round != head.round or head.place(self._shell.participant.me) is None:
+            if (done.epoch, done.round) != (head.epoch, head.round) or head.place(self._shell.participant.me) is None:
                 return
             self.seconds["train"] = self.seconds.get("train", 0.0) + done.train_seconds
             self.seconds["encode"] = self.seconds.get("encode", 0.0) + done.encode_seconds
@@ -85,12 +85,16 @@ class Publisher:
         self._shell.say(header)
 
     def fill_outcome(self, task: control_pb2.TrainRound, epoch: bytes, round_number: int) -> None:
-        """Tell the trainer what became of the contribution of an earlier round."""
+        """Tell the trainer what became of the contribution of an earlier round, and which groups are new to it."""
         if (epoch, round_number) == (task.epoch, task.round):
             return
         task.has_outcome = True
         task.outcome_round = round_number
+        if self._is_abandoned(epoch, round_number):
+            task.outcome = control_pb2.ABANDONED
+            return
         task.outcome = control_pb2.MISSED
+        task.fresh.extend(self._not_owned_since(round_number, task.groups))
         raw, data = self._chain.db.own_header(epoch, round_number), self._chain.db.commit(round_number)
         if raw is None or data is None:
             return
@@ -100,6 +104,26 @@ class Publisher:
             task.counted.extend(section.name for section in unseal(raw, Header).record.sections)
         elif any(refusal.header == raw for refusal in commit.body.value.refusals):
             task.outcome = control_pb2.REFUSED
+
+    def _is_abandoned(self, epoch: bytes, round_number: int) -> bool:
+        """Whether the head that a contribution went out from is no longer in the ledger (SPEC 6.8)."""
+        raw = self._chain.db.own_header(epoch, round_number)
+        if raw is not None:
+            return self._chain.position_of(unseal(raw, Header).record.base) is None
+        if self._chain.position_of(epoch) is None or round_number > self._chain.head.round:
+            return True
+        data = self._chain.db.commit(round_number)
+        return data is not None and decode(Commit, data).body.epoch != epoch
+
+    def _not_owned_since(self, round_number: int, groups: Iterable[int]) -> list[int]:
+        """Those of our groups that some table after that round does not give us (SPEC 4.5)."""
+        kept = set(groups)
+        for number in range(round_number, self._chain.head.round):
+            data = self._chain.db.commit(number) if kept else None
+            if data is not None:
+                mine = (m.groups for m in decode(Commit, data).body.members if m.peer == self._shell.participant.me)
+                kept.intersection_update(next(mine, ()))
+        return sorted(set(groups) - kept)
 
 
 def _micro(loss: float) -> int:

@@ -12,19 +12,20 @@ import random
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spes_p2p.core.head import Head
 from spes_p2p.core.ledger import CLAIMS_MAX, check_claim_place, start_record
-from spes_p2p.core.members import in_order
+from spes_p2p.core.members import reset_members
 from spes_p2p.crypto.envelope import seal, unseal, unseal_manifest
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer import joining
 from spes_p2p.peer.ledger_sync import LedgerReader
+from spes_p2p.peer.status import counted
 from spes_p2p.store.chain import Chain
 from spes_p2p.store.ledger_db import LedgerDB
 from spes_protocols.codec import decode
@@ -89,20 +90,33 @@ async def run_start(raw: bytes, identity: Identity, peers: Sequence[str]) -> str
         # Of a flood, so many by chance as a record holds; the others stand in the commits that follow.
         chosen = random.sample(owners, min(len(owners), max(CLAIMS_MAX, wanted)))
         start = start_record(visit.manifest, head, chosen)
-        return f"run started with {sum(bool(m.groups) for m in start.members)} owners; {await visit.push(start)}"
+        owning = counted(sum(bool(m.groups) for m in start.members), "owner")
+        return f"run started with {owning}; {await visit.push(start)}"
 
 
-async def run_reset(raw: bytes, identity: Identity, peers: Sequence[str], *, commit: bytes, reason: str) -> str:
-    """Go on from `commit` with the members of its table that answer. Raises `UserError` if the ledger lacks it."""
+async def run_reset(raw: bytes, identity: Identity, peers: Sequence[str], *, commit: bytes | None, reason: str) -> str:
+    """Go on from `commit`, or where the ledger stands, with the members of its table who answer.
+
+    The groups of the others go to those who want more, claimants included. Raises `UserError` if the ledger lacks the
+    commit, or if nobody would own anything.
+    """
     async with _visit(raw, identity, peers) as visit:
-        before = next((step.after for step in visit.chain.walk() if step.after.id == commit), None)
+        heads = {step.after.id: step.after for step in visit.chain.walk()}
+        if not heads:
+            raise UserError("the run has not begun; start it with: spes run start")
+        before = heads.get(commit or visit.head.id)
         if before is None:
-            raise UserError(f"commit {commit.hex()[:16]} is not in the ledger these peers serve")
-        answering = await _answering(visit, [m.peer for m in before.members])
+            raise UserError(f"commit {(commit or b'').hex()[:16]} is not in the ledger these peers serve")
+        claims = [claim for claim in await _claims(visit) if claim.signer not in before.banned]
+        answering = await _answering(visit, [*(m.peer for m in before.members), *(c.signer for c in claims)])
         present = [m for m in before.members if m.peer in answering]
-        if not any(m.groups for m in present):
-            raise UserError("none of that commit's owners answers; start more peers first")
-        members = in_order(replace(m, missed=0) for m in present)
+        claims = [claim for claim in claims if claim.signer in answering][:CLAIMS_MAX]
+        members = reset_members(visit.manifest, present, claims, before.id, before.round)
+        if not any(m.groups for m in members):
+            raise UserError(
+                f"none of the {counted(len(before.members), 'member')} of round {before.round} answers, and nobody "
+                "else has claimed groups; let volunteers join, and try again in a moment"
+            )
         reset = Reset(
             run_id=before.run_id,
             number=visit.head.resets + 1,
@@ -112,7 +126,9 @@ async def run_reset(raw: bytes, identity: Identity, peers: Sequence[str], *, com
             members=members,
             reason=reason,
         )
-        return f"run goes on from round {before.round} with {len(members)} members; {await visit.push(reset)}"
+        taken = await visit.push(reset)
+        whom = f"{counted(len(members), 'member')}, {counted(sum(bool(m.groups) for m in members), 'owner')}"
+        return f"reset {reset.number}: the run goes on from round {before.round} with {whom}; {taken}"
 
 
 async def run_ban(raw: bytes, identity: Identity, peers: Sequence[str], *, peer: str, reason: str) -> str:

@@ -25,7 +25,7 @@ from spes_p2p.crypto.envelope import seal
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.directory import Directory
 from spes_p2p.net.libp2p import LibP2P
-from spes_p2p.peer import status
+from spes_p2p.peer import stall, status
 from spes_p2p.peer.ahead import Ahead
 from spes_p2p.peer.claims import Claims
 from spes_p2p.peer.contacts import LIFETIME_SECONDS, Contacts, RunDirectory
@@ -66,7 +66,6 @@ KEEP_SECONDS = 1.0
 """Pause before work that failed is begun again."""
 
 ERRORS_KEPT = 20
-OWNERS_NAMED = 8
 
 
 class Peer:
@@ -97,6 +96,7 @@ class Peer:
         self._finished = asyncio.Event()
         self._behind: asyncio.Queue[str] = asyncio.Queue(64)
         self._moved_at = time.monotonic()
+        self._stall_told_at = -1e9
         self._told_at = -1e9
         self._noted_at = -1e9
         self._tasks: list[asyncio.Task[None]] = []
@@ -129,7 +129,7 @@ class Peer:
         self.trainer: TrainerLink | None = None
         if options.trains:
             self.trainer = TrainerLink(
-                run_dir.path, options.trainer,
+                run_dir.path, options.trainer, self.manifest.rounds.stall_seconds,
                 make_task=self._train_task, on_done=self.publisher.on_done, on_change=self._changed,
                 on_hopeless=self._give_up, say=say, log=self.note, events=self.events,
             )  # fmt: skip
@@ -232,9 +232,10 @@ class Peer:
         self._changed()
 
     def _give_up(self, problem: str) -> None:
-        """This machine cannot train: leave, and end with the reason."""
+        """This machine cannot train: leave, and end with the reason, which is said then."""
         self.failure = UserError(problem)
-        self.note(problem)
+        self.errors.append(problem)
+        self.events.noted(problem)
         self.leave()
 
     def _is_stuck(self) -> bool:
@@ -428,18 +429,21 @@ class Peer:
             self._tell_of_stall()
             await asyncio.sleep(1.0)
 
+    def waiting(self) -> str:
+        """For whom a round waits that has not closed for too long, and what it takes to go on; empty if it has."""
+        now = time.monotonic()
+        return stall.waiting(self.shell.participant, now - self._moved_at, now)
+
     def _tell_of_stall(self) -> None:
-        """No commit for `stall_seconds`: say who is missing. The run goes on by itself when they are back."""
-        head, waited = self.chain.head, time.monotonic() - self._moved_at
-        if waited < self.manifest.rounds.stall_seconds or not head.electorate.owners or head.ended:
-            return
-        self._moved_at = time.monotonic()  # say it again after as long
-        silent = [f"…{o[-6:]}" for o in head.electorate.owners if o not in self.shell.participant.headers]
-        missing = ", ".join(silent[:OWNERS_NAMED]) + (" and others" if len(silent) > OWNERS_NAMED else "")
-        self.note(
-            f"round {head.round} has not closed for {waited:.0f} s: it needs the contributions and votes of owners of "
-            f"more than two thirds of the groups; no contribution yet from {missing or 'nobody'}"
-        )
+        """Said when the time is over, then once in as long; the run goes on by itself when it can."""
+        now = time.monotonic()
+        if now - max(self._moved_at, self._stall_told_at) >= self.manifest.rounds.stall_seconds and (
+            line := self.waiting()
+        ):
+            self._stall_told_at = now
+            line = f"round {self.chain.head.round} has not closed for {now - self._moved_at:.0f} s: {line}"
+            self.events.noted(line)
+            self._say(line)
 
     def _may_claim(self) -> bool:
         """A claim is a promise to train: others wait `grace` for each member in every round."""

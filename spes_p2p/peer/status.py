@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from spes_p2p.core.ledger import commit_strength
+from spes_p2p.core.members import Strength
 from spes_p2p.store.chain import Step
 from spes_protocols import control_pb2
 from spes_protocols.errors import NetworkError
@@ -11,6 +13,11 @@ from spes_protocols.messages import MICRO, Start
 
 if TYPE_CHECKING:
     from spes_p2p.peer.peer import Peer
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things in words."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def mean_loss(step: Step) -> float:
@@ -25,10 +32,10 @@ def round_line(step: Step, me: str, loss: float) -> str:
     """One line about a closed round."""
     assert step.value is not None
     value, after = step.value, step.after
-    counted = [h.signer for h in value.headers]
+    signers = [h.signer for h in value.headers]
     tokens = sum(h.record.tokens for h in value.headers)
     parts = [
-        f"round {step.before.round}: {len(counted)} of {len(step.before.members)} contributions",
+        f"round {step.before.round}: {len(signers)} of {len(step.before.members)} contributions",
         f"{tokens} tokens",
         f"loss {loss:.3f}",
         f"state {after.state_root.hex()[:12]}",
@@ -36,21 +43,34 @@ def round_line(step: Step, me: str, loss: float) -> str:
     member = after.member(me)
     if member is not None:
         parts.append("my groups " + (",".join(map(str, member.groups)) or "none (standby)"))
-    if step.before.member(me) is not None and me not in counted:
+    if step.before.member(me) is not None and me not in signers:
         parts.append("ours was not in it")
+    if value.value.dropped:
+        parts.append(_degraded(step))
     if value.refused:
         parts.append("refused: " + ", ".join(f"…{h.signer[-6:]} ({check})" for check, h in value.refused))
     return ", ".join(parts)
 
 
+def _degraded(step: Step) -> str:
+    """Who was left out of a commit that fewer than a quorum has made, and what that is worth."""
+    assert step.value is not None
+    dropped, electorate = step.value.value.dropped, step.before.electorate
+    here = electorate.total - len(dropped)
+    is_branch = commit_strength(step.before, step.value, step.votes) == Strength.ANY
+    branch = ", which may be taken back" if is_branch else ""
+    groups = ",".join(map(str, dropped))
+    return f"closed by owners of {here} of {electorate.total} groups without groups {groups}{branch}"
+
+
 def opening_line(step: Step) -> str:
     """One line about a start or a reset."""
     assert step.opening is not None
-    record, owners = step.opening.record, len(step.after.electorate.owners)
+    record, owners = step.opening.record, counted(len(step.after.electorate.owners), "owner")
     if isinstance(record, Start):
-        return f"the run starts: {owners} owners"
+        return f"the run starts: {owners}"
     reason = f" ({record.reason})" if record.reason else ""
-    return f"the organizer has reset the run{reason}: on from round {record.round} with {owners} owners"
+    return f"the organizer has reset the run{reason}: on from round {record.round} with {owners}"
 
 
 async def of(peer: Peer) -> control_pb2.StatusReply:
@@ -77,6 +97,7 @@ async def of(peer: Peer) -> control_pb2.StatusReply:
         progress=peer.progress[1],
         progress_bytes_per_second=peer.syncer.meter.bytes_per_second,
         progress_seconds_left=peer.syncer.meter.seconds_left,
+        waiting=peer.waiting(),
     )
     if trainer is not None and trainer.progress is not None and trainer.progress.text:
         reply.progress_text = trainer.progress.text

@@ -47,7 +47,8 @@ BLOBS_AT_ONCE = 8
 ROUNDS_AHEAD = 4
 """So many rounds' blobs are fetched while the first of them is applied."""
 
-SNAPSHOT_TRIES = 4
+WAYS_MAX = 6
+"""So many ways are tried before it is said that none leads there now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,11 +150,19 @@ class Syncer:
             )
             suspects.update(used)
             try:
-                await asyncio.to_thread(self._blobs.adopt, section.blob)
+                await self._adopt(section.blob)
                 return used
             except RemoteError as error:
                 self._log(f"blob of {sender}: {error.detail}; fetching it again from others")
         raise NetworkError(f"blob {section.blob.hex()[:16]} of {sender} arrived wrong {BLOB_TRIES} times")
+
+    async def _adopt(self, blob: bytes) -> None:
+        """Not left before the thread is done, even if cancelled: another fetch of this blob would meet its file."""
+        work = asyncio.ensure_future(asyncio.to_thread(self._blobs.adopt, blob))
+        try:
+            await asyncio.shield(work)
+        finally:
+            await asyncio.wait([work])
 
     def _counter(self, section: Section) -> Callable[[int], None]:
         """Tells the meter what comes of a blob, from the bytes present."""
@@ -193,19 +202,36 @@ class Syncer:
         if target == 0:
             await self._genesis(root)
             return
-        local = self._newest_local(target)
-        costs = await asyncio.to_thread(self._costs, local or 0, target)
-        forward = Way(bytes=costs.get(local or 0, 2 * max(costs.values()) + self._states.layout.file_bytes))
         problems: list[str] = []
-        cheap = forward.bytes <= self._snapshot_bytes_min(costs)
-        if cheap and await self._gone(forward, target, problems):
-            return
-        for way in await self._ways(costs, None if cheap else forward):
+        failed: set[int | None] = set()
+        for _ in range(WAYS_MAX):
+            way = await self._way(target, failed)
+            if way is None:
+                break
             if await self._gone(way, target, problems):
                 return
-        raise NetworkError(
-            f"the state of round {target} could not be fetched: {'; '.join(problems) or 'nobody has it'}"
-        )
+            failed.add(way.snapshot)
+        told = "; ".join(problems) or "nobody has it"
+        raise NetworkError(f"the state of round {target} could not be fetched: {told}")
+
+    async def _way(self, target: int, failed: set[int | None]) -> Way | None:
+        """The way with the fewest bytes of those that have not failed. Others are asked only where it may matter."""
+        first = self._newest_local(target) or 0
+        costs = await asyncio.to_thread(self._costs, first, target)
+        ways = []
+        if None not in failed:
+            more_than_known = 2 * max(costs.values()) + self._states.layout.file_bytes
+            forward = Way(bytes=costs.get(first, more_than_known))
+            if forward.bytes <= self._snapshot_bytes_min(costs):
+                return forward
+            ways.append(forward)
+        offers = await self._snapshots.offers([r for r in costs if self._chain.root_at(r) is not None])
+        ways += [
+            Way(bytes=self._lacking(r) + costs[r], snapshot=r, holders=tuple(peers))
+            for r, peers in offers.items()
+            if r not in failed
+        ]
+        return min(ways, key=lambda way: (way.bytes, -(way.snapshot or 0)), default=None)
 
     async def _gone(self, way: Way, target: int, problems: list[str]) -> bool:
         """Whether this way led to the target; if not, why is added to the problems."""
@@ -218,13 +244,6 @@ class Syncer:
             self._log(f"catching up to round {target}: {error}")
             problems.append(str(error))
             return False
-
-    async def _ways(self, costs: dict[int, int], forward: Way | None) -> list[Way]:
-        """What there is to try, the fewest bytes first; to go forward, where it was not tried, comes in its place."""
-        offers = await self._snapshots.offers([r for r in costs if self._chain.root_at(r) is not None])
-        ways = [Way(bytes=self._lacking(r) + costs[r], snapshot=r, holders=tuple(peers)) for r, peers in offers.items()]
-        ways = sorted(ways, key=lambda way: (way.bytes, -(way.snapshot or 0)))[:SNAPSHOT_TRIES]
-        return sorted([*ways, *([forward] if forward is not None else [])], key=lambda way: way.bytes)
 
     def _lacking(self, round_number: int) -> int:
         """Bytes of a snapshot that are still to be fetched."""

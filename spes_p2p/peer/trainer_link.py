@@ -1,8 +1,9 @@
 """The peer's hold on its trainer process: start, task, cut short, pause, restart (SPEC 12.2).
 
 The trainer connects back over the control socket and opens one stream: its events come up, tasks go down. A crash
-restarts it after a growing pause, out of memory with half the micro-batch; a pause ends it, so the card's memory is
-free. One that never completes a first round (no data, no memory, no such device) is hopeless, and the peer is told.
+restarts it after a growing pause, out of memory with half the micro-batch; one that hangs is killed first. A pause ends
+it, so the card's memory is free. One that never completes a first round (no data, no memory, no such device) is
+hopeless, and the peer is told.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spes_p2p.peer.recorder import Recorder
+from spes_p2p.peer.trainer_watch import TrainerWatch
 from spes_protocols import control_pb2, control_pb2_grpc
 from spes_protocols.errors import SpesError
 
@@ -23,6 +26,9 @@ RESTART_SECONDS_MIN = 1.0
 RESTART_SECONDS_MAX = 60.0
 STOP_SECONDS = 5.0
 """How long a trainer may take over the step in hand before it is killed, which loses that round's steps alone."""
+
+LOOK_SECONDS = 1.0
+"""How often it is looked whether the trainer has been silent for too long."""
 
 LOG_BYTES_MAX = 8 * 1024 * 1024
 """A log of the trainer longer than this is begun anew at its next start."""
@@ -51,6 +57,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         self,
         run_dir: Path,
         options: TrainerOptions,
+        stall_seconds: float,
         *,
         make_task: Callable[[control_pb2.Ready | None], control_pb2.TrainRound | None],
         on_done: Callable[[control_pb2.RoundDone], Awaitable[None]],
@@ -82,6 +89,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         self._outbox: asyncio.Queue[control_pb2.TrainerTask | None] | None = None
         self._sent: control_pb2.TrainRound | None = None
         self._wake = asyncio.Event()
+        self._watch = TrainerWatch(stall_seconds)
         self._supervisor: asyncio.Task[None] | None = None
 
     @property
@@ -128,6 +136,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
             self._events.training(task)
             self._sent, self._has_begun = task, False
             self.progress = None
+            self._watch.working(time.monotonic())
             self._outbox.put_nowait(control_pb2.TrainerTask(train=task))
 
     def cut(self, round_number: int) -> None:
@@ -160,6 +169,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
             async for event in events:
                 kind = event.WhichOneof("event")
                 if kind == "ready":
+                    self._watch.resting()
                     self._events.trainer_started(event.ready)
                     self._outbox, self._sent, self._has_begun = outbox, None, True
                     self.pending = event.ready
@@ -168,15 +178,21 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
                     self.refresh()
                 elif kind == "progress":
                     self.progress = event.progress
+                    self._watch.heard(event.progress, time.monotonic())
                     self._has_begun = self._has_begun or not event.progress.text
                 elif kind == "round_done":
                     done = event.round_done
+                    self._watch.resting()
                     self._events.trained(done)
                     self._rounds_done, self._failures = self._rounds_done + 1, 0
-                    epoch = self._sent.epoch if self._sent is not None else b""
-                    self.pending = control_pb2.Ready(has_pending=True, pending_round=done.round, pending_epoch=epoch)
+                    self.pending = control_pb2.Ready(
+                        has_pending=True, pending_round=done.round, pending_epoch=done.epoch
+                    )
                     self._has_begun = True
                     await self._publish(done)
+                elif kind == "skipped":
+                    self._watch.resting()
+                    self._has_begun = True
                 elif kind == "failed":
                     self._last_words = event.failed.message
                 self._on_change()
@@ -198,7 +214,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
             self._process = await self._spawn(socket)
             if self.paused:
                 await self._stop()
-            code = await self._process.wait()
+            code = await self._ended(self._process)
             problem = self._last_words or _end_of_process(code)
             self._events.trainer_ended(code, "paused" if self.paused else problem)
             if self.paused:
@@ -219,6 +235,20 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_seconds):
                     await self._wake.wait()
+
+    async def _ended(self, process: asyncio.subprocess.Process) -> int:
+        """The exit code of a trainer; one that gives no sign of life for too long is ended."""
+        self._watch.starting(time.monotonic())
+        ending = asyncio.create_task(process.wait())
+        try:
+            while not (await asyncio.wait([ending], timeout=LOOK_SECONDS))[0]:
+                silent = self._watch.look(time.monotonic())
+                if silent is not None:
+                    self._last_words = self._last_words or f"no sign of life for {silent:.0f} s, so it was killed"
+                    process.kill()
+            return ending.result()
+        finally:
+            ending.cancel()
 
     def _is_hopeless(self, code: int) -> bool:
         """Whether the same would happen again: what was never able to train is for the person at the machine."""

@@ -100,9 +100,10 @@ class Link:
         ready: pb.Ready | None = None,
         round_done: pb.RoundDone | None = None,
         failed: pb.Failed | None = None,
+        skipped: pb.Skipped | None = None,
     ) -> None:
         """Queue one event for the peer."""
-        self._events.put(pb.TrainerEvent(ready=ready, round_done=round_done, failed=failed))
+        self._events.put(pb.TrainerEvent(ready=ready, round_done=round_done, failed=failed, skipped=skipped))
 
     def progress(self, progress: pb.Progress, *, last: bool = False) -> None:
         """Queue a progress event, unless one went out just before and this is not the `last` of its kind."""

@@ -71,6 +71,10 @@ class TrainerState:
                 self.residuals.pop(name, None)
         self.pending = None
 
+    def clear(self) -> None:
+        """Begin anew: what was learned belongs to a branch of the ledger that is no longer in force (SPEC 6.8)."""
+        self.moments, self.residuals, self.pending = {}, {}, None
+
     def keep(self, names: Collection[str]) -> None:
         """Forget everything about tensors that are no longer trained; one trained anew starts from nothing."""
         self.moments = {name: value for name, value in self.moments.items() if name in names}

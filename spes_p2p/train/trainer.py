@@ -154,7 +154,8 @@ class Trainer:
             self._data.prepare()
         for task in self._link.inbox.tasks():
             if not Path(task.state_path).exists():
-                continue  # it came too late: the round is over, and the peer has removed its state
+                self._link.send(skipped=pb.Skipped(round=task.round))  # the round is over, and its state removed
+                continue
             done = self._finished_before(task) or self._train(task)
             self._link.send(round_done=done)
 
@@ -171,7 +172,8 @@ class Trainer:
         """One round, from the outcome of the last contribution to the next one on disk."""
         self._settle(task)
         owned = [SHARED, *(group_section(group) for group in sorted(task.groups))]
-        self._state.keep({name for name, section in self._sections.items() if section in owned})
+        kept = set(owned).difference(map(group_section, task.fresh))
+        self._state.keep({name for name, section in self._sections.items() if section in kept})
 
         state = map_state(Path(task.state_path), list(self._shapes.items()))
         self._model.own(task.groups)
@@ -187,6 +189,7 @@ class Trainer:
         files = [self._encode(task, section, state, counted) for section in owned]
         done = pb.RoundDone(
             round=task.round,
+            epoch=task.epoch,
             sections=files,
             tokens=result.tokens,
             steps=result.steps,
@@ -205,7 +208,10 @@ class Trainer:
             return
         known = task.has_outcome and task.outcome_round == pending.task.round
         outcome = task.outcome if known else pb.MISSED
-        self._state.settle(outcome, task.counted, self._sections.__getitem__)
+        if outcome == pb.ABANDONED:
+            self._state.clear()
+        else:
+            self._state.settle(outcome, task.counted, self._sections.__getitem__)
         for section in pending.done.sections:
             Path(section.path).unlink(missing_ok=True)
 
@@ -297,7 +303,7 @@ def _question(task: pb.TrainRound) -> pb.TrainRound:
     """What a task asks for, without what it tells about the last contribution."""
     question = pb.TrainRound()
     question.CopyFrom(task)
-    for name in ("has_outcome", "outcome_round", "outcome", "counted"):
+    for name in ("has_outcome", "outcome_round", "outcome", "counted", "fresh"):
         question.ClearField(name)
     return question
 

@@ -283,7 +283,9 @@ def test_a_loss_that_is_none_is_published_as_a_high_one(tmp_path: Path, log: Run
     async def whole() -> None:
         peer = make_peer(tmp_path, log, MemoryTransport({}, ADA), ADA, [])
         try:
-            done = control_pb2.RoundDone(round=peer.chain.head.round, tokens=10, steps=1, loss=loss)
+            done = control_pb2.RoundDone(
+                round=peer.chain.head.round, epoch=peer.chain.head.epoch, tokens=10, steps=1, loss=loss
+            )
             for name in ("shared", "group/0", "group/1"):
                 if name in expected_sections(log.manifest, log.chain.head, ADA.peer_id):
                     section = log.section(name)
