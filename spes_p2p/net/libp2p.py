@@ -395,6 +395,8 @@ class LibP2P:
                 async with contextlib.aclosing(_bounded(self._stream_handlers[method](sender, payload))) as chunks:
                     async for chunk in chunks:
                         await self._send(writer, Kind.CHUNK, chunk)
+            elif not self._handlers:  # one that comes back is called at its old address before it is ready
+                raise RemoteError("busy", "this peer is still starting")
             else:
                 raise RemoteError("decode", f"no method {method!r} here")
             await self._send(writer, Kind.END, b"")

@@ -5,6 +5,7 @@ After this everything is checked against the manifest, so it no longer matters w
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,14 +31,19 @@ def expected_run(addresses: Sequence[str]) -> bytes | None:
 
 
 async def connect_any(transport: Transport, addresses: Sequence[str]) -> list[str]:
-    """Connect to every address; returns the peers reached. Raises `NetworkError` if none could be."""
+    """Connect to every address, all at once: one that is silent keeps nobody waiting for another.
+
+    Returns the peers reached, in the order of their addresses. Raises `NetworkError` if none could be.
+    """
+    tries = [transport.connect(address) for address in [parse_address(text)[0] for text in addresses]]
     reached, problems = [], []
-    for text in addresses:
-        address = parse_address(text)[0]
-        try:
-            reached.append(await transport.connect(address))
-        except NetworkError as error:
-            problems.append(str(error))
+    for result in await asyncio.gather(*tries, return_exceptions=True):
+        if isinstance(result, str):
+            reached.append(result)
+        elif isinstance(result, NetworkError):
+            problems.append(str(result))
+        else:
+            raise result
     if not reached:
         raise NetworkError("; ".join(problems))
     return reached

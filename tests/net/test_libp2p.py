@@ -12,6 +12,7 @@ from spes_p2p.net.daemon import Daemon, DaemonOptions
 from spes_p2p.net.frames import PROTOCOL, Kind, frame_head, read_frame
 from spes_p2p.net.libp2p import IN_FLIGHT_PER_PEER_MAX
 from spes_p2p.net.transport import PAYLOAD_BYTES_MAX
+from spes_p2p.peer import joining
 from spes_protocols.errors import IntegrityError, NetworkError, RemoteError, UserError
 from tests.net.helpers import LOOPBACK, Net, Node, Standing, net_test, stand, standing_test, until
 
@@ -301,3 +302,26 @@ async def test_a_failed_connection_says_what_to_check(net: Net) -> None:
     with pytest.raises(UserError, match="own address"):
         await second.transport.connect(await second.address())
     assert await second.transport.connect(address) == first.peer_id
+
+
+@net_test
+async def test_a_peer_that_has_not_begun_to_answer_is_busy(net: Net) -> None:
+    first, second = await net.pair()
+    with pytest.raises(RemoteError, match="still starting") as starting:
+        await second.transport.call(first.peer_id, "echo", b"", timeout_seconds=10)
+    assert starting.value.check == "busy"
+    first.transport.handle("echo", echo)
+    with pytest.raises(RemoteError, match="no method 'other'"):
+        await second.transport.call(first.peer_id, "other", b"", timeout_seconds=10)
+
+
+@net_test
+async def test_of_several_addresses_those_that_answer_are_reached(net: Net) -> None:
+    first, second, third = await net.node(), await net.node(), await net.node()
+    addresses = [await first.address(), await second.address()]
+    await first.close()
+    assert await joining.connect_any(third.transport, addresses) == [second.peer_id]
+    await second.close()
+    with pytest.raises(NetworkError) as none:
+        await joining.connect_any(third.transport, addresses)
+    assert all(address in str(none.value) for address in addresses)
