@@ -180,7 +180,11 @@ class Crew:
         if self._queue:
             return self._queue.popleft()
         now = asyncio.get_running_loop().time()
-        alone = [p.tries[0] for p in self._busy if len(p.tries) == 1 and p.tries[0].peer != peer]
+        alone = [
+            part.tries[0]
+            for part in self._busy
+            if len(part.tries) == 1 and part.tries[0].peer != peer and self._is_open(part)
+        ]
         if not alone:
             return None
         slowest = max(alone, key=lambda each: each.seconds_left(now))
@@ -200,9 +204,12 @@ class Crew:
             part.tries.remove(attempt)
             if not part.tries:
                 self._busy.discard(part)
-                if any(self._receiver.lacks(leaf) for leaf in part.leaves):
+                if self._is_open(part):
                     self._queue.appendleft(part)
             self._changed.set()
+
+    def _is_open(self, part: Part) -> bool:
+        return any(self._receiver.lacks(leaf) for leaf in part.leaves)
 
     async def _take(self, attempt: Try) -> None:
         wanted = [leaf for leaf in attempt.part.leaves if self._receiver.lacks(leaf)]
@@ -220,7 +227,7 @@ class Crew:
                 attempt.came += len(chunk)
                 self._meter.add(len(chunk))
                 yield chunk
-                if not any(self._receiver.lacks(leaf) for leaf in wanted):
+                if attempt.came < sum(sizes) and not any(self._receiver.lacks(leaf) for leaf in wanted):
                     return  # somebody else was faster
 
         chunks = counted()

@@ -69,6 +69,7 @@ class Receiver:
         self._lock = threading.Lock()
         self._file: BinaryIO | None = None
         self._unsynced = 0
+        self._closed = False
         self._take_up()
         self._missing = dict.fromkeys(self._lacking())
         self.bytes_missing = sum(self.extent(leaf)[1] for leaf in self._missing)
@@ -129,7 +130,7 @@ class Receiver:
             name = self._index.tensors[tensor].name
             raise RemoteError("blob_digest", f"leaf {leaf} of tensor {name} is not the one asked for")
         with self._lock, disk_errors(self._path):
-            if (tensor, leaf) not in self._missing:
+            if self._closed or (tensor, leaf) not in self._missing:
                 return
             file = self._opened()
             file.seek(offset)
@@ -165,8 +166,9 @@ class Receiver:
         return True
 
     def close(self) -> None:
-        """Note what has come and let go of the file; a new receiver goes on from here."""
+        """Note what has come and let go of the file; a new receiver goes on from here. A late `put` is for nothing."""
         with self._lock, disk_errors(self._path):
+            self._closed = True
             if self._file is not None:
                 if self._unsynced:
                     self._note()

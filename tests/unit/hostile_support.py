@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
 
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.transport import Handler, StreamHandler
@@ -59,19 +60,20 @@ class MemoryTransport:
         if other is None or method not in other._stream_handlers:
             raise NetworkError(f"cannot reach {peer}")
         received = 0
-        chunks = other._stream_handlers[method](self.peer_id, payload)
-        while True:
-            try:
-                async with asyncio.timeout(idle_seconds):
-                    chunk = await anext(chunks, None)
-            except TimeoutError:
-                raise NetworkError(f"{peer} sent nothing of {method}") from None
-            if chunk is None:
-                return
-            received += len(chunk)
-            if received > bytes_max:
-                raise RemoteError("size", f"{method} sent more than {bytes_max} bytes", peer)
-            yield chunk
+        answering = cast(AsyncGenerator[bytes, None], other._stream_handlers[method](self.peer_id, payload))
+        async with contextlib.aclosing(answering) as chunks:
+            while True:
+                try:
+                    async with asyncio.timeout(idle_seconds):
+                        chunk = await anext(chunks, None)
+                except TimeoutError:
+                    raise NetworkError(f"{peer} sent nothing of {method}") from None
+                if chunk is None:
+                    return
+                received += len(chunk)
+                if received > bytes_max:
+                    raise RemoteError("size", f"{method} sent more than {bytes_max} bytes", peer)
+                yield chunk
 
     def add_address(self, peer: str, addresses: list[str]) -> None:
         self.known[peer] = addresses
