@@ -9,10 +9,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from spes_client import control_commands, demo, events, keys_commands, run_commands
+from spes_client import control_commands, demo, events, keys_commands, repair, run_commands
 from spes_client.ui import EXIT_CODES, Parser, run_program
 
-_COMMANDS = (run_commands, keys_commands, control_commands, events, demo)
+_COMMANDS = (run_commands, keys_commands, control_commands, events, repair, demo)
 
 
 def build_parser() -> Parser:

@@ -41,6 +41,7 @@ from spes_p2p.peer.outbox import Outbox
 from spes_p2p.peer.phases import PhaseClock
 from spes_p2p.peer.recorder import Recorder
 from spes_p2p.peer.retention import named_blobs
+from spes_p2p.peer.silence import Silence
 from spes_p2p.peer.sync import Syncer
 from spes_p2p.peer.worker import Worker
 from spes_p2p.store.chain import Chain, Step
@@ -113,6 +114,7 @@ class Shell:
         self._round_tasks: set[asyncio.Task[None]] = set()
         self._refusals_logged: set[tuple[str, str]] = set()
         self._provisional: set[bytes] = set()
+        self._silence = Silence(chain.db.path.with_name("silent"))
         self._timer_changed = asyncio.Event()
         self.phases = PhaseClock()
 
@@ -120,6 +122,8 @@ class Shell:
 
     def restore(self) -> None:
         """Take up what the database says this peer had said in the current round."""
+        if self._silence.begin():
+            self._log("own votes may have been lost: nothing is said until two rounds have closed")
         head, db = self._chain.head, self._chain.db
         mine: list[Signed[Any]] = [
             unseal(raw, Proposal, Prevote, Precommit) for raw in db.own_votes(head.epoch, head.round)
@@ -157,6 +161,8 @@ class Shell:
         """Sign an own record, send it to everybody and take it ourselves; a header is stored first, once a round."""
         signed: Signed[Any] = seal(record, self._identity)
         if isinstance(record, Header):
+            if self._silence.holds:
+                raise UserError("own votes may have been lost, and what is said now might contradict them")
             self._provisional.update(section.blob for section in record.sections)
             raw = self._chain.db.put_own_header(record.epoch, record.round, signed.raw)
             signed = signed if raw == signed.raw else unseal(raw, Header)
@@ -179,6 +185,7 @@ class Shell:
 
     async def moved(self, step: Step | None) -> None:
         """The chain's head has moved (under `advancing`): the participant begins the next round."""
+        self._silence.moved()
         self._end_round()
         self._drop_uncounted()
         self._events.head(self._chain.head, step)
@@ -271,6 +278,8 @@ class Shell:
 
         `proof`, the prevotes that justify a lock, goes to disk before the vote that takes it (SPEC 5.6).
         """
+        if self._silence.holds:
+            return []
         place = record.value if isinstance(record, Proposal) else record
         value_id = digest(record.value) if isinstance(record, Proposal) else record.value
         known = self.participant.agreement.known_set(value_id) if value_id else None

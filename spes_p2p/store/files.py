@@ -18,6 +18,7 @@ from typing import BinaryIO
 from spes_protocols.errors import UserError
 
 _TEMPORARY_PREFIX = ".new-"
+_COPY_BYTES = 1024 * 1024
 
 
 class Disk:
@@ -115,6 +116,23 @@ def remove_synced(path: Path) -> None:
         remove(path)
         with disk_errors(path.parent):
             disk.sync_directory(path.parent)
+
+
+def move_synced(source: Path, target: Path) -> None:
+    """Move a file to another directory of the same disk, made if missing, for good."""
+    make_directory(target.parent)
+    rename_synced(source, target)
+    with disk_errors(source.parent):
+        disk.sync_directory(source.parent)
+
+
+def copy_synced(source: Path, target: Path) -> None:
+    """Copy a file into another directory, made if missing, for good."""
+    make_directory(target.parent)
+    with NewFile(target.parent) as copy, source.open("rb") as file:
+        while data := file.read(_COPY_BYTES):
+            copy.write(data)
+        copy.publish(target)
 
 
 class NewFile:

@@ -130,6 +130,11 @@ class RunDir:
         """What happened, for when something went wrong."""
         return self.path / EVENTS
 
+    @property
+    def silent_path(self) -> Path:
+        """There when own votes may have been lost: the next start says nothing until rounds have closed (SPEC 5.6)."""
+        return self.path / "silent"
+
     def ledger(self) -> LedgerDB:
         """Open the ledger, empty if it is new."""
         return LedgerDB(self.ledger_path)
