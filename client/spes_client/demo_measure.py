@@ -38,7 +38,7 @@ def measured(run: RunDir, part: int, parts: int, data_dir: Path) -> Iterator[tup
         root = states.genesis()
         if part == 0:
             yield 0, measure(states, root)
-        for step in Log(manifest, run.run_id, db).commits_in_force(0, _ROUNDS_MAX):
+        for step in Log(manifest, run.run_id, db).commits(0, _ROUNDS_MAX):
             assert step.value is not None
             before, root = root, states.apply(step.before, contributions(step.before, step.value))
             if root != before:

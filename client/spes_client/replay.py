@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from spes_protocols.errors import IntegrityError, UserError
 if TYPE_CHECKING:
     from spes_p2p.replay.problems import Problem
     from spes_p2p.replay.verify import Tally
+    from spes_p2p.store.rundir import RunDir
 
 _ROUND_MAX = 2**53
 
@@ -92,6 +94,7 @@ def _register_verify(verbs: Any) -> None:
 def _register_show(verbs: Any) -> None:
     parser = _add(verbs, "show", "show the rounds: members, tokens, loss, norms, owners, bytes, votes")
     _round_flag(parser, "everything about round N")
+    ui.flag(parser, "--abandoned", action="store_true", env=None, help="what a reset or a better branch took back")
     parser.set_defaults(handler=_show)
 
 
@@ -157,6 +160,9 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace, folder: Path, run_id: str, tally: Tally, problems: list[Problem]) -> int:
     """Print what verifying gave; returns the exit code."""
+    from spes_p2p.replay.degraded import notes
+
+    noted = list(notes(tally.degraded, tally.double_votes))
     inside = [dataclasses.replace(problem, file=_relative(problem.file, folder)) for problem in problems]
     stopped = bool(problems) and not args.all
     if args.json:
@@ -168,12 +174,15 @@ def _report(args: argparse.Namespace, folder: Path, run_id: str, tally: Tally, p
                 "from_snapshot": args.from_snapshot,
                 "problems": [dataclasses.asdict(problem) for problem in inside],
                 "stopped_at_first_problem": stopped,
+                "notes": noted,
                 **dataclasses.asdict(tally),
             }
         )
     else:
         for problem in inside:
             print(ui.one_line(str(problem)))
+        for line in noted:
+            print(f"note: {ui.one_line(line)}")
         for line in tally.unchecked:
             print(f"not checked: {ui.one_line(line)}")
         counts = [(tally.rounds, "round"), (tally.contributions, "contribution"), (tally.state_roots, "state root")]
@@ -196,6 +205,8 @@ def _show(args: argparse.Namespace) -> int:
     from spes_p2p.store.rundir import resolve_run_dir
 
     run = resolve_run_dir(args.dir)
+    if args.abandoned:
+        return _show_abandoned(args, run)
     with ui.progress() as report:
         found = list(rows(run, only_round=args.round, report=report))
     if args.round is not None and not found:
@@ -208,6 +219,22 @@ def _show(args: argparse.Namespace) -> int:
     pictures = [replay_tables.overview(found, ui.columns())] if args.round is None else replay_tables.details(found)
     for picture in pictures:
         ui.print_rich(picture)
+    return ui.EXIT_OK
+
+
+def _show_abandoned(args: argparse.Namespace, run: RunDir) -> int:
+    from spes_client import replay_tables
+    from spes_p2p.replay.taken_back import taken_back
+
+    with ui.progress() as report:
+        found = [record for record in taken_back(run, report) if args.round in (None, record.round)]
+    if args.json:
+        records = [dataclasses.asdict(record) for record in found]
+        ui.print_json({"dir": run.path, "run_id": run.run_id, "abandoned": records})
+    elif found:
+        ui.print_rich(replay_tables.abandoned(found))
+    else:
+        print("nothing was taken back")
     return ui.EXIT_OK
 
 
@@ -251,6 +278,9 @@ def _fetch(args: argparse.Namespace) -> int:
     if args.json:
         ui.print_json(dataclasses.asdict(result))
     else:
+        if result.taken_back:
+            command = shlex.join(["spes-replay", "show", "--abandoned", str(result.dir)])
+            print(f"taken back: {result.taken_back} records that another branch goes before; see them with: {command}")
         for missing in result.missing:
             whose = f"{missing.section} of {missing.peer}" + (", refused" if missing.refused else "")
             print(ui.one_line(f"missing: round {missing.round}, {whose}: {missing.reason}"))

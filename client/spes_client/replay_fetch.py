@@ -24,7 +24,7 @@ from spes_p2p.peer.contacts import Contacts
 from spes_p2p.peer.ledger_sync import LedgerReader
 from spes_p2p.peer.sync import CALL_SECONDS, Report, Syncer
 from spes_p2p.peer.worker import Worker
-from spes_p2p.replay.fetch import Wanted, first_whole_round, missing_blobs, wanted_blobs
+from spes_p2p.replay.fetch import Wanted, first_whole_round, missing_blobs, other_states, wanted_blobs
 from spes_p2p.replay.log import Log
 from spes_p2p.store.chain import Chain
 from spes_p2p.store.files import make_directory
@@ -59,11 +59,15 @@ class Missing:
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """The log as it lies on disk now. `fetched` counts the blobs that came this time, `snapshot` is the newest one."""
+    """The log as it lies on disk now. `fetched` counts the blobs that came this time, `snapshot` is the newest one.
+
+    `taken_back` counts the records here that a better branch (SPEC 5.13) has replaced, of earlier fetches or this one.
+    """
 
     dir: Path
     run_id: bytes
     rounds: int
+    taken_back: int
     blobs: int
     fetched: int
     missing: tuple[Missing, ...]
@@ -158,12 +162,14 @@ class _Fetcher:
                 await self._contacts.hello(peer)
         await self._contacts.hello_all()
         self._keeping = asyncio.create_task(self._contacts.run())
-        await self._ledger(reached)
+        taken_back = await self._ledger(reached)
+        for number in other_states(self._chain, self._states, rolled_back=taken_back > 0):
+            self._states.remove(number)
         wanted = await asyncio.to_thread(wanted_blobs, Log(self._chain.manifest, self._chain.run_id, self._chain.db))
         lacking = missing_blobs(wanted, self._blobs)
         missing = await self._all_blobs(lacking)
         await self._snapshot()
-        return self._result(wanted, len(lacking) - len(missing), missing)
+        return self._result(wanted, len(lacking) - len(missing), missing, taken_back)
 
     async def _presence(self) -> Presence:
         """As a bootstrap is nobody asked for blobs; without addresses nobody calls."""
@@ -177,18 +183,23 @@ class _Fetcher:
             expires=int(time.time()) + _PRESENCE_SECONDS,
         )
 
-    async def _ledger(self, reached: Sequence[str]) -> None:
-        problems = []
+    async def _ledger(self, reached: Sequence[str]) -> int:
+        """The best branch that a peer has, and all that follows; returns how many records here it has replaced."""
+        problems, taken_back = [], 0
         ledger = LedgerReader(self._transport, self._chain, self._report)
         peers = dict.fromkeys([*reached, *self._contacts.fresh()])
         for peer in peers:
             try:
-                await ledger.read(peer)
+                read = await ledger.read(peer)
+                if read.taken_back:
+                    self._say(f"the ledger of {peer} goes before what was here: {read.taken_back} records taken back")
+                taken_back += read.taken_back
             except (NetworkError, RemoteError) as error:
                 problems.append(str(error))
                 self._say(f"ledger of {peer}: {error}")
         if len(problems) == len(peers):
             raise NetworkError(f"no peer gave the ledger: {'; '.join(problems)}")
+        return taken_back
 
     async def _all_blobs(self, lacking: Sequence[Wanted]) -> list[Missing]:
         total = max(1, sum(item.section.size for item in lacking))
@@ -235,7 +246,7 @@ class _Fetcher:
         rounds = (r for r in reversed(self._states.rounds()) if r <= self._chain.head.round)
         return next((r for r in rounds if state_root(self._states.index(r)) == self._chain.root_at(r)), None)
 
-    def _result(self, wanted: list[Wanted], fetched: int, missing: list[Missing]) -> Fetched:
+    def _result(self, wanted: list[Wanted], fetched: int, missing: list[Missing], taken_back: int) -> Fetched:
         newest = self._newest()
         command = ["spes-replay", "verify", str(self._run.path)]
         whole_from = first_whole_round(wanted, self._blobs)
@@ -245,6 +256,7 @@ class _Fetcher:
             dir=self._run.path,
             run_id=self._run.run_id,
             rounds=self._chain.head.round,
+            taken_back=taken_back,
             blobs=len(wanted) - len(missing),
             fetched=fetched,
             missing=tuple(missing),

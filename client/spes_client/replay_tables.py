@@ -7,19 +7,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from spes_client.ui import bytes_text, count_text, pairs_table, short_peer
+from spes_p2p.replay.degraded import groups_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
     from spes_p2p.replay.show import Given, Row
+    from spes_p2p.replay.taken_back import TakenBack
     from spes_p2p.replay.what_if import Result
 
 _OWNERS_SHOWN = 6
 
 _OVERVIEW = (
     "round", "counted", "tokens", "loss", "norm shared", "norm groups", "bytes", "votes", "view",
-    "refused", "owners of groups", "state after",
+    "remarks", "owners of groups", "state after",
 )  # fmt: skip
 _FIGURES = 9  # of these columns, the first
 _LEFT_OUT_FIRST = ("owners of groups", "norm groups", "norm shared", "view", "bytes", "state after")
@@ -56,9 +58,17 @@ def _fitting(lines: Sequence[Sequence[str]], width: int) -> list[int]:
 def _overview_cells(row: Row) -> list[str]:
     cells = _commit_cells(row) if row.kind == "commit" else [""] * (_FIGURES - 1)
     name = f"{row.round}"
-    refused = ", ".join(f"{short_peer(g.peer)} {g.refused}" for g in row.given if g.refused)
-    note = refused if row.kind == "commit" else f"{row.kind} by {short_peer(row.signer)}"
+    note = _remarks(row) if row.kind == "commit" else f"{row.kind} by {short_peer(row.signer)}"
     return [name, *cells, note, _owners(row), row.state_root.hex()[:12]]
+
+
+def _remarks(row: Row) -> str:
+    """What is not as it should be: few votes, owners who were given up, double voters, refusals."""
+    remarks = [row.strength] if row.strength != "final" else []
+    remarks += [f"dropped {groups_text(row.dropped)}"] if row.dropped else []
+    remarks += [f"{short_peer(vote.peer)} signed twice" for vote in row.double_votes]
+    remarks += [f"{short_peer(g.peer)} {g.refused}" for g in row.given if g.refused]
+    return ", ".join(remarks)
 
 
 def _commit_cells(row: Row) -> list[str]:
@@ -109,10 +119,13 @@ def _pairs(row: Row) -> list[tuple[str, str]]:
     ]
     if row.kind != "commit":
         return pairs + [("signed by", row.signer)] + ([("reason", row.reason)] if row.reason else [])
-    pairs.append(("votes", f"{row.votes} of {row.votes_total}, view {row.view}"))
-    for name, peers in (("voters", row.voters), ("claims", row.claims), ("releases", row.releases)):
+    pairs.append(("votes", f"{row.votes} of {row.votes_total}, view {row.view}: {row.strength}"))
+    lists = (("voters", row.voters), ("consenting", row.consenting), ("claims", row.claims), ("releases", row.releases))
+    for name, peers in lists:
         pairs.append((name, ", ".join(map(short_peer, peers)) or "none"))
-    return [*pairs, ("orders", ", ".join(row.orders) or "none")]
+    pairs.append(("orders", ", ".join(row.orders) or "none"))
+    pairs.append(("dropped", groups_text(row.dropped) if row.dropped else "none"))
+    return pairs + [("signed twice", f"{vote.peer}: {vote.what}") for vote in row.double_votes]
 
 
 def _members(row: Row) -> Table:
@@ -140,6 +153,20 @@ def _contributions(row: Row) -> Table:
             size = bytes_text(part.bytes)
             table.add_row(*first, part.section, part.codec, *figures, size, norm, part.blob.hex()[:16])
             first, figures = ["", ""], ["", "", ""]
+    return table
+
+
+def abandoned(records: Sequence[TakenBack]) -> Table:
+    """A line for each record that was taken back."""
+    table = _table()
+    table.add_column("round", justify="right")
+    for column in ("kind", "id", "follows", "state after", "strength"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("by the rules")
+    for record in records:
+        ids = [id.hex()[:12] for id in (record.id, record.parent, record.state_root)]
+        outcome = "valid" if record.checked else "not checked: what it follows is not in this log"
+        table.add_row(str(record.round), record.kind, *ids, record.strength or "-", outcome)
     return table
 
 

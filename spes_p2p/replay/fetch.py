@@ -1,12 +1,17 @@
-"""`spes-replay fetch`, the part without a network: which blobs a log should have, and which of them it has."""
+"""`spes-replay fetch`, the part without a network: what a log should have, and which of it is there."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from spes_p2p.core.ladder import checked_by_blob
+from spes_p2p.core.roots import state_root
 from spes_p2p.replay.log import Log
 from spes_p2p.store.blobs import BlobStore
+from spes_p2p.store.chain import Chain
+from spes_p2p.store.states import StateStore
+from spes_protocols.errors import IntegrityError
 from spes_protocols.messages import Section
 
 
@@ -38,6 +43,22 @@ def wanted_blobs(log: Log) -> list[Wanted]:
 def missing_blobs(wanted: list[Wanted], blobs: BlobStore) -> list[Wanted]:
     """Those that the log lacks; a blob that is there counts, `spes-replay verify` will say if it is wrong."""
     return [item for item in wanted if not blobs.has(item.section.blob)]
+
+
+def other_states(chain: Chain, states: StateStore, *, rolled_back: bool) -> list[int]:
+    """Rounds of the stored states that belong to a branch that was taken back.
+
+    Those beyond the head do only if the ledger was `rolled_back`: else it may not have been read to its end. Damaged
+    ones are left to `spes-replay verify`.
+    """
+    others = []
+    for number in states.rounds():
+        root = chain.root_at(number)
+        with contextlib.suppress(IntegrityError):
+            is_other = rolled_back if root is None else state_root(states.index(number)) != root
+            if is_other:
+                others.append(number)
+    return others
 
 
 def first_whole_round(wanted: list[Wanted], blobs: BlobStore) -> int:

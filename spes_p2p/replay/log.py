@@ -20,11 +20,12 @@ Report = Callable[[str, float], None]
 class Log(StoredLedger):
     """A run's stored ledger, read record by record."""
 
-    def commits_in_force(self, first: int, last: int) -> Iterator[Step]:
-        """The commits of rounds first to last - 1 that no reset took back. Raises `IntegrityError` as `walk` does."""
+    def commits(self, first: int, last: int) -> Iterator[Step]:
+        """The commits of rounds first to last - 1. Raises `IntegrityError` as `walk` does."""
         for step in self.walk():
-            wanted = step.commit is not None and first <= step.before.round < last
-            if wanted and self.db.commit(step.before.round) == step.data:
+            if step.before.round >= last:
+                return
+            if step.commit is not None and step.before.round >= first:
                 yield step
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spes_p2p.delta.contributions import check_blobs
+from spes_p2p.replay.degraded import Twice, double_votes, strength_of
 from spes_p2p.replay.log import Log, Report, open_ledger
 from spes_p2p.store.blobs import BlobStore
 from spes_p2p.store.chain import Step
@@ -44,7 +45,8 @@ class Row:
     """A commit, or an opening record (`kind` "start" or "reset"), which has no contributions and no votes.
 
     `members` maps each member of the round to its groups. `state_root` is the state after the record, `votes` of
-    `votes_total` groups signed it.
+    `votes_total` groups signed it; `consenting` are the voters who had waited too long for more. `strength`, `dropped`
+    groups and `double_votes` as in SPEC 5.11 and 5.12.
     """
 
     kind: str
@@ -65,6 +67,10 @@ class Row:
     voters: tuple[str, ...] = ()
     votes: int = 0
     votes_total: int = 0
+    strength: str = ""
+    consenting: tuple[str, ...] = ()
+    dropped: tuple[int, ...] = ()
+    double_votes: tuple[Twice, ...] = ()
     signer: str = ""
     reason: str = ""
 
@@ -129,6 +135,10 @@ def _commit_row(manifest: Manifest, blobs: BlobStore, step: Step) -> Row:
         voters=voters,
         votes=electorate.weight(voters),
         votes_total=electorate.total,
+        strength=strength_of(step),
+        consenting=tuple(vote.signer for vote in step.votes if vote.record.degraded),
+        dropped=body.value.dropped,
+        double_votes=double_votes(step),
     )
 
 

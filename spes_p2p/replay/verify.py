@@ -10,7 +10,6 @@ Streams: in memory is one record, on disk two states. Needs numpy and no torch.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from spes_p2p.crypto.envelope import unseal
 from spes_p2p.delta.contributions import contributions
 from spes_p2p.delta.genesis import genesis_root
 from spes_p2p.replay.blobs import BlobJudge, Look
+from spes_p2p.replay.degraded import Degraded, Twice, degraded, double_votes
 from spes_p2p.replay.log import Log, Report, open_ledger
 from spes_p2p.replay.problems import Problem
 from spes_p2p.replay.states import Recomputed, genesis_error, root_detail, work_folder
@@ -29,16 +29,15 @@ from spes_p2p.store.chain import Step
 from spes_p2p.store.ledger_db import LedgerDB
 from spes_p2p.store.rundir import RunDir
 from spes_protocols.errors import IntegrityError, RemoteError, UserError
-from spes_protocols.messages import Claim, Header, Precommit, Prevote, Proposal, Reset, Start
-
-_CHAIN_ROWS = 64
+from spes_protocols.messages import Claim, Header, Precommit, Prevote, Proposal, Start
 
 
 @dataclass(kw_only=True)
 class Tally:
-    """What was checked and found right, and in words what could not be checked.
+    """What was checked and found right, what is to be known of it, and in words what could not be checked.
 
     `rounds` and `contributions` (those that count) are right as far as the log goes; `state_roots` were computed again.
+    `degraded` and `double_votes` are no problems: the rules allow them, for a price (`degraded.notes`).
     """
 
     rounds: int = 0
@@ -47,6 +46,8 @@ class Tally:
     state_roots: int = 0
     snapshots: int = 0
     other_blobs: int = 0
+    degraded: list[Degraded] = field(default_factory=list)
+    double_votes: list[Twice] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
 
 
@@ -72,11 +73,10 @@ class Verifier:
         self._report = report
         self._stored = run.states()
         self._blobs = run.blobs()
-        self._roots: dict[int, list[bytes]] = {}
+        self._roots: dict[int, bytes] = {}
         self._named: set[bytes] = set()
         self._absent = 0
         self._unknown: list[int] = []
-        self._last_round = 0
         self._is_cut = False
 
     def problems(self) -> Generator[Problem, None, None]:
@@ -121,10 +121,9 @@ class Verifier:
     # ---- records -----------------------------------------------------------------------------------------------
 
     def _records(self, db: LedgerDB, states: Recomputed, judge: BlobJudge) -> Iterator[Problem]:
-        pinned = _roots_of_resets(db)
         steps = Log(self._manifest, self._run.run_id, db).walk()
         head, position, length = genesis(self._manifest, self._run.run_id), 0, max(1, db.length())
-        self._reached(head)
+        self._roots[head.round] = head.state_root
         while True:
             try:
                 step = next(steps, None)
@@ -141,25 +140,16 @@ class Verifier:
                 yield from self._commit(step, states, judge)
             else:
                 yield from self._opening(step)
-                if step.kind == "reset":
-                    pinned[step.after.state_root] -= 1
             yield from self._own_records(db, step.after)
-            for root in {head.state_root, step.before.state_root} - {step.after.state_root}:
-                if not pinned[root]:
-                    states.drop(root)
+            if step.after.state_root != head.state_root:
+                states.drop(head.state_root)
             head = step.after
-            self._reached(head)
+            self._roots[head.round] = head.state_root
             position += 1
         if self._from is not None and head.round < self._from and not self._is_cut:
             raise UserError(
                 f"the ledger ends before round {head.round}: there is nothing to verify from {self._from} on"
             )
-
-    def _reached(self, head: Head) -> None:
-        self._last_round = max(self._last_round, head.round)
-        roots = self._roots.setdefault(head.round, [])
-        if head.state_root not in roots:
-            roots.append(head.state_root)
 
     def _opening(self, step: Step) -> Iterator[Problem]:
         """The claims that a start was made from; its table is the organizer's to choose."""
@@ -178,15 +168,18 @@ class Verifier:
 
     def _commit(self, step: Step, states: Recomputed, judge: BlobJudge) -> Iterator[Problem]:
         assert step.value is not None
+        if (found := degraded(step)) is not None:
+            self.tally.degraded.append(found)
+        self.tally.double_votes += double_votes(step)
         looks = judge.look(step)
         self._named.update(s.blob for _, h in checked_by_blob(step.value) for s in h.record.sections)
         if not judge.norms_known(looks) and not self._is_pruned(step):
             self.tally.unchecked.append(f"round {step.before.round}: norms, for want of blobs")
-        found = 0
+        is_right = True
         for problem in self._round_problems(step, looks, states, judge):
-            found += 1
+            is_right = False
             yield problem
-        if not found:
+        if is_right:
             self.tally.rounds += 1
             self.tally.contributions += sum(look.claimed is None and look.is_known for look in looks)
             self.tally.refusals += len(step.value.refused)
@@ -264,22 +257,22 @@ class Verifier:
     # ---- what lies beside --------------------------------------------------------------------------------------
 
     def _snapshots(self) -> Iterator[Problem]:
-        rounds = self._stored.rounds()
+        rounds, last = self._stored.rounds(), max(self._roots, default=0)
         for done, number in enumerate(rounds):
             self._report(f"verifying the snapshot of round {number}", done / len(rounds))
-            roots = self._roots.get(number)
-            if roots is None and self._is_cut:
+            root = self._roots.get(number)
+            if root is None and self._is_cut:
                 self.tally.unchecked.append(f"the snapshot of round {number}, which the ledger does not reach")
                 continue
             try:
                 found = state_root(self._stored.index(number))
-                if roots is None and number == self._last_round + 1:
+                if root is None and number == last + 1:
                     self._stored.verify(number)  # the round in hand, applied and not yet agreed on
-                elif roots is None:
-                    detail = f"the ledger ends before round {self._last_round}: later records are missing"
+                elif root is None:
+                    detail = f"the ledger ends before round {last}: later records are missing"
                     yield self._ledger_problem(number, "ledger", f"there is a snapshot of this round, but {detail}")
-                elif found not in roots:
-                    detail = f"its root is {found.hex()[:16]}, the ledger says {roots[-1].hex()[:16]}"
+                elif found != root:
+                    detail = f"its root is {found.hex()[:16]}, the ledger says {root.hex()[:16]}"
                     error = IntegrityError("state_root", "", detail)
                     yield self._problem(number, error, self._stored.index_path(number))
                 else:
@@ -316,16 +309,3 @@ class Verifier:
 
     def _ledger_problem(self, number: int, check: str, detail: str, peer: str = "") -> Problem:
         return Problem(round=number, file=self._run.ledger_path, check=check, detail=detail, peer=peer)
-
-
-def _roots_of_resets(db: LedgerDB) -> Counter[bytes]:
-    """How often resets go back to each state: until then it has to be kept. Their records are checked later."""
-    pinned: Counter[bytes] = Counter()
-    position = 0
-    while rows := db.chain(position, _CHAIN_ROWS):
-        for kind, data in rows:
-            if kind == "reset":
-                with contextlib.suppress(RemoteError):
-                    pinned[unseal(data, Reset).record.state_root] += 1
-        position += len(rows)
-    return pinned

@@ -90,7 +90,7 @@ def _measure(
 def _commit(run: RunDir, round_number: int) -> Step:
     with open_ledger(run) as db:
         log = Log(run.manifest.record, run.run_id, db)
-        step = next(log.commits_in_force(round_number, round_number + 1), None)
+        step = next(log.commits(round_number, round_number + 1), None)
     if step is None:
         raise UserError(f"the ledger has no commit of round {round_number}; see its rounds with: spes-replay show DIR")
     return step

@@ -1,7 +1,9 @@
 """A run's log made by hand, without a network: real keys, records, votes, blobs, states and stores.
 
 `RunLog` is the swarm in one object: `header` signs a contribution with random deltas, `close_round` does with it what
-a quorum agrees on. `play` is a run of five rounds with everything that a ledger can hold; `flip` damages it.
+a quorum agrees on, `close_with` what those do who are left, `fork` goes on elsewhere from the same record. `play` is a
+run of five rounds with everything that the ledger of a good time can hold, `play_degraded` one of a bad time; `flip`
+damages a log.
 """
 
 from __future__ import annotations
@@ -34,10 +36,13 @@ from spes_protocols.messages import (
     Ban,
     Claim,
     Commit,
+    DoubleVote,
     End,
+    Evidence,
     Header,
     Member,
     Precommit,
+    Prevote,
     ProposedSet,
     Refusal,
     Release,
@@ -115,17 +120,18 @@ def by_signer(signed: Iterable[Signed[Any]]) -> tuple[bytes, ...]:
 class RunLog:
     """One run whose members all do as they are told. The log is kept as by ADA, in `folder / "home"`."""
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
+    def __init__(self, folder: Path, *, manifest: m.Manifest | None = None, **changes: Any) -> None:
+        """Begin a run with the manifest given, or with that of `make_manifest` and these changes."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.home = folder / "home"
-        self.manifest = make_manifest(folder, **changes)
+        self.manifest = manifest or make_manifest(folder, **changes)
         self.run = RunDir.create(self.home, seal(self.manifest, ORGANIZER).raw)
         self.db = self.run.ledger()
         self.blobs = self.run.blobs()
         self.states = self.run.states()
         self.chain = Chain(self.manifest, self.run.run_id, self.db)
-        self._seed = 0
+        self._seed = self._salt = 0
         with self.states.writer(0) as writer:
             for name, array in genesis_tensors(MODEL, self.manifest.ownership.groups, self.manifest.seed):
                 writer.add(name, array)
@@ -167,6 +173,43 @@ class RunLog:
         )
         return self._append("reset", seal(record, ORGANIZER).raw)
 
+    def double_vote(self, peer: Identity, *, view: int = 0) -> DoubleVote:
+        """Two prevotes of a peer in one place of the round in hand: for nil, and for a set that nobody proposed.
+
+        Two headers make evidence too: `(log.header(EVE), log.header(EVE))`.
+        """
+        head = self.chain.head
+        nil = Prevote(run_id=head.run_id, epoch=head.epoch, round=head.round, view=view, value=b"")
+        return seal(nil, peer), seal(replace(nil, value=bytes(32)), peer)
+
+    def fork(self, folder: Path) -> RunLog:
+        """The same run as another part of the swarm has it: what is here now, and then its own way.
+
+        Both are to be closed in the end. Later deltas are of other seeds, so that equal rounds give other states.
+        """
+        other = RunLog(folder, manifest=self.manifest)
+        for kind, data in self.db.chain(0, self.chain.length):
+            other._append(kind, data)
+        other._copy_files(self)
+        other._seed, other._salt = self._seed, self._salt + 1000
+        return other
+
+    def adopt(self, other: RunLog) -> None:
+        """Take over the branch of a fork, which must be the better one, with its blobs and states."""
+        position = self.chain.common(other.chain.known())
+        branch = self.chain.branch(position)
+        assert branch is not None
+        for kind, data in other.db.chain(position, other.chain.length):
+            branch.add(kind, data)
+        assert branch.is_better
+        self.chain.adopt(branch.steps)
+        self.keep_states()
+        self._copy_files(other)
+
+    def _copy_files(self, other: RunLog) -> None:
+        shutil.copytree(other.run.blobs_dir, self.run.blobs_dir, dirs_exist_ok=True)
+        shutil.copytree(other.run.snapshots_dir, self.run.snapshots_dir, dirs_exist_ok=True)
+
     def _append(self, kind: str, data: bytes) -> Step:
         step = self.chain.check(kind, data)
         self.chain.append(step)
@@ -180,7 +223,7 @@ class RunLog:
         specs = section_specs(MODEL, self.manifest.ownership.groups, name)
         codec = self.manifest.codecs.of(name)
         path = self.folder / "section"
-        write_section(specs, random_arrays(specs, self._seed, scale), codec, path)
+        write_section(specs, random_arrays(specs, self._salt + self._seed, scale), codec, path)
         data = bytearray(path.read_bytes())
         if not finite:
             begin = 8 + int.from_bytes(data[:8], "little")
@@ -212,17 +255,46 @@ class RunLog:
         self,
         headers: Sequence[Signed[Header]],
         *,
+        root: bytes | None = None,
+        voters: Sequence[Identity] = (ADA, BOB),
+        degraded: bool = False,
+        **parts: Any,
+    ) -> Step:
+        """Apply a set and commit it; `parts` as in `proposed`, `root` is what is voted for instead of the true root.
+
+        `degraded`: the voters have waited and consent to a commit by fewer than a quorum (SPEC 5.12).
+        """
+        value = self.proposed(headers, **parts)
+        agreed = self.apply(value) if root is None else root
+        return self._append("commit", encode(self.commit(value, agreed, voters, degraded=degraded)))
+
+    def close_with(self, *present: Identity, **parts: Any) -> Step:
+        """Close a round with those present alone: they contribute and consent, all other owners lose their groups.
+
+        `parts` as in `proposed`. The strength is what the groups of `present` amount to: with half of the owned
+        groups or less it is "any", with more "majority", with two thirds and more "final".
+        """
+        here = {peer.peer_id for peer in present}
+        gone = sorted(g for member in self.chain.head.members if member.peer not in here for g in member.groups)
+        headers = [self.header(peer) for peer in present]
+        return self.close_round(headers, dropped=gone, voters=present, degraded=True, **parts)
+
+    def proposed(
+        self,
+        headers: Sequence[Signed[Header]],
+        *,
         refused: Sequence[tuple[str, Signed[Header]]] = (),
         claims: Sequence[Signed[Claim]] = (),
         releases: Sequence[Signed[Release]] = (),
         orders: Sequence[Signed[Ban] | Signed[End]] = (),
-        root: bytes | None = None,
-        voters: Sequence[Identity] = (ADA, BOB),
-    ) -> Step:
-        """Apply a set and commit it; `root` is what the voters sign instead of the true state root."""
+        evidence: Sequence[DoubleVote] = (),
+        dropped: Sequence[int] = (),
+    ) -> VerifiedSet:
+        """The set of a round, its lists in order."""
         head = self.chain.head
         refusals = sorted(refused, key=lambda pair: pair[1].signer)
-        value = verify_set(
+        pairs = sorted(evidence, key=lambda pair: pair[0].signer)
+        return verify_set(
             ProposedSet(
                 run_id=head.run_id,
                 epoch=head.epoch,
@@ -233,10 +305,10 @@ class RunLog:
                 claims=by_signer(claims),
                 releases=by_signer(releases),
                 orders=by_signer(orders),
+                evidence=tuple(Evidence(first=one.raw, second=other.raw) for one, other in pairs),
+                dropped=tuple(dropped),
             )
         )
-        agreed = self.apply(value) if root is None else root
-        return self._append("commit", encode(self.commit(value, agreed, voters)))
 
     def apply(self, value: VerifiedSet) -> bytes:
         """Store the state after a set; its root."""
@@ -252,12 +324,20 @@ class RunLog:
             )
             return state_root(writer.commit())
 
-    def commit(self, value: VerifiedSet, root: bytes, voters: Sequence[Identity] = (ADA, BOB)) -> Commit:
+    def commit(
+        self, value: VerifiedSet, root: bytes, voters: Sequence[Identity] = (ADA, BOB), *, degraded: bool = False
+    ) -> Commit:
         """The commit of a set with the precommits of these peers, ADA's own also where a peer keeps its own."""
         head = self.chain.head
         body = commit_body(self.manifest, head, value, root)
         vote = Precommit(
-            run_id=head.run_id, epoch=head.epoch, round=head.round, view=0, value=value.id, state_root=root
+            run_id=head.run_id,
+            epoch=head.epoch,
+            round=head.round,
+            view=0,
+            value=value.id,
+            state_root=root,
+            degraded=degraded,
         )
         votes = [seal(vote, voter) for voter in voters]
         self.db.record_vote(head.epoch, head.round, 0, Precommit.KIND, seal(vote, ADA).raw)
@@ -286,6 +366,23 @@ def play(folder: Path, **changes: Any) -> RunLog:
     log.close_round([log.header(ADA), log.header(BOB)], refused=[("sections", log.header(EVE, steps=STEPS + 1))])
     log.section(SHARED)
     log.keep_states(0, 2, 3, 5)
+    return log
+
+
+def play_degraded(folder: Path, **changes: Any) -> RunLog:
+    """Five rounds of a run of four groups whose three owners have one each; all states are kept.
+
+    Round 0 is final. In round 1 EVE is gone: a majority drops her. In round 2 she is a standby and gets a group again;
+    it is final. In round 3 ADA is alone and drops BOB and EVE. Round 4 is hers alone and so final, and removes EVE, who
+    has signed twice. 10 contributions count.
+    """
+    log = RunLog(folder, ownership=m.Ownership(groups=4, min_peers=3), **changes)
+    log.start([log.claim(ADA), log.claim(BOB), log.claim(EVE)])
+    log.close_round([log.header(ADA), log.header(BOB), log.header(EVE)], voters=[ADA, BOB, EVE])
+    log.close_with(ADA, BOB)
+    log.close_round([log.header(ADA), log.header(BOB), log.header(EVE)])
+    log.close_with(ADA)
+    log.close_round([log.header(ADA)], evidence=[log.double_vote(EVE)], voters=[ADA])
     return log
 
 

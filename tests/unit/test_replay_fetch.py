@@ -13,13 +13,15 @@ from spes_p2p.peer.contacts import Contacts
 from spes_p2p.peer.service import Service
 from spes_p2p.replay.fetch import wanted_blobs
 from spes_p2p.replay.log import Log
+from spes_p2p.replay.taken_back import taken_back
 from spes_p2p.replay.verify import Verifier
 from spes_p2p.store.chain import Chain
 from spes_p2p.store.rundir import RunDir, resolve_run_dir
 from spes_protocols.errors import UserError
+from spes_protocols.manifest import Ownership
 from spes_protocols.messages import Presence
 from tests.net.helpers import Net, Node, net_test
-from tests.unit.log_support import RunLog, copy_log, play
+from tests.unit.log_support import ADA, BOB, EVE, RunLog, copy_log, play, records
 
 
 async def serve(node: Node, run: RunDir) -> None:
@@ -140,6 +142,69 @@ async def test_another_run_is_refused(net: Net) -> None:
     other.close()
     with pytest.raises(UserError, match="is in run"):
         await download(other.run.path, await node.address())
+
+
+def forks(folder: Path) -> tuple[RunLog, RunLog]:
+    """Two logs of one run: after round 0 ADA went on alone for three rounds, without her BOB and EVE for two."""
+    log = RunLog(folder / "alone", ownership=Ownership(groups=4, min_peers=3))
+    log.start([log.claim(ADA), log.claim(BOB), log.claim(EVE)])
+    log.close_round([log.header(ADA), log.header(BOB), log.header(EVE)], voters=[ADA, BOB, EVE])
+    other = log.fork(folder / "majority")
+    log.close_with(ADA)
+    for _ in range(2):
+        log.close_round([log.header(ADA)], voters=[ADA])
+    other.close_with(BOB, EVE)
+    other.close_round([other.header(BOB), other.header(EVE)], voters=[BOB, EVE])
+    for each in (log, other):
+        each.close()
+    return log, other
+
+
+@net_test
+async def test_of_two_branches_the_better_one_is_fetched(net: Net) -> None:
+    """Whoever is asked first, and although the other branch is longer."""
+    alone, majority = forks(net.folder)
+    nodes = await net.pair()
+    for node, log in zip(nodes, (alone, majority), strict=True):
+        await serve(node, log.run)
+    addresses = [await node.address() for node in nodes]
+    for name, order, lost in (("first", addresses, 3), ("second", addresses[::-1], 0)):
+        result = await download(net.folder / name, *order)
+        assert (result.rounds, result.taken_back, result.missing, result.snapshot) == (3, lost, (), 3)
+        assert ledger_of(result.dir) == ledger_of(majority.run.path)
+        assert problems(net.folder / name) == []
+        assert len(taken_back(resolve_run_dir(net.folder / name))) == lost
+
+
+@net_test
+async def test_a_log_whose_branch_has_lost_is_rolled_back(net: Net) -> None:
+    alone, majority = forks(net.folder)
+    first, second = await net.pair()
+    await serve(first, alone.run)
+    await serve(second, majority.run)
+    home = net.folder / "fetched"
+    before = await download(home, await first.address())
+    run = resolve_run_dir(home)
+    assert (before.rounds, before.taken_back, run.states().rounds()) == (4, 0, [4])
+    blobs = set(run.blobs().digests())
+    said: list[str] = []
+    after = await fetch(home, [await second.address()], said.append, lambda what, share: None)
+    assert (after.rounds, after.taken_back, after.snapshot, after.missing) == (3, 3, 3, ())
+    assert f"the ledger of {second.peer_id} goes before what was here: 3 records taken back" in said
+    assert run.states().rounds() == [3]
+    assert blobs < set(run.blobs().digests())
+    assert problems(home) == []
+    assert [(r.round, r.strength, r.checked) for r in taken_back(run)] == [
+        (1, "any", True),
+        (2, "final", True),
+        (3, "final", True),
+    ]
+    again = await download(home, await first.address())
+    assert (again.rounds, again.taken_back, ledger_of(run.path)) == (3, 0, ledger_of(majority.run.path))
+
+
+def ledger_of(path: Path) -> list[tuple[str, bytes]]:
+    return records(RunDir.open(path))
 
 
 def test_errors_of_the_network_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
