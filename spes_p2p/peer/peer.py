@@ -179,6 +179,7 @@ class Peer:
 
     async def _join(self, peers: list[str]) -> None:
         """Meet those who are there and come up to date: a moment, or hours."""
+        await self._drop_other_states()  # a crash may have come between a branch and its states
         for peer in peers:
             with contextlib.suppress(NetworkError, RemoteError):
                 await self.contacts.hello(peer)
@@ -323,10 +324,14 @@ class Peer:
         return read.came
 
     async def _drop_other_states(self) -> None:
-        """Remove the states of a branch that is no longer in force; nobody could use them."""
+        """Remove the states of a branch that is no longer in force; nobody could use them.
+
+        The one after the head's stays: it may be what this peer votes for.
+        """
         for number in self.states.rounds():
             root = self.chain.root_at(number)
-            if root is None or not self.syncer.has_state(number, root):
+            is_other = number > self.chain.head.round + 1 if root is None else not self.syncer.has_state(number, root)
+            if is_other:
                 await asyncio.to_thread(self.states.remove, number)
 
     async def _catch_up_when_behind(self) -> None:
