@@ -18,6 +18,7 @@ from spes_protocols.errors import IntegrityError, UserError
 
 if TYPE_CHECKING:
     from spes_p2p.store.repair import Finding
+    from spes_p2p.store.rundir import RunDir
 
 _AGAIN = "run spes-join again: it fetches what is missing from the other peers"
 
@@ -88,18 +89,9 @@ def _check_run(
     """(things checked, what was wrong) of one run."""
     from spes_p2p.store.files import move_synced
     from spes_p2p.store.repair import Finding, Repair
-    from spes_p2p.store.rundir import RunDir
 
-    try:
-        run = RunDir.open(path)
-        problem = "it is the manifest of another run" if named_by_id and run.run_id.hex() != path.name else ""
-    except IntegrityError as error:
-        problem = error.detail
-    except UserError:
-        if (path / "manifest").exists():
-            raise
-        problem = "it is missing"
-    if not problem:
+    run = _open(path, named_by_id=named_by_id)
+    if not isinstance(run, str):
         with run.lock():
             repair = Repair(run, aside, report)
             repair.run()
@@ -107,7 +99,21 @@ def _check_run(
     if (path / "manifest").exists():
         move_synced(path / "manifest", aside / "manifest")
     done = "run spes-join with --peer, which fetches it; then spes repair checks the rest"
-    return 1, [Finding(what="manifest", problem=problem, done=done, swarm=True)]
+    return 1, [Finding(what="manifest", problem=run, done=done, swarm=True)]
+
+
+def _open(path: Path, *, named_by_id: bool) -> RunDir | str:
+    """The run in a directory, or what is wrong with its manifest."""
+    from spes_p2p.store.rundir import RunDir
+
+    if not (path / "manifest").exists():
+        return "it is missing"
+    try:
+        run = RunDir.open(path)
+    except IntegrityError as error:
+        return error.detail
+    is_other = named_by_id and run.run_id.hex() != path.name
+    return "it is the manifest of another run" if is_other else run
 
 
 def _show(args: argparse.Namespace, home: Path, stamp: str, checked: int, findings: list[tuple[str, Finding]]) -> int:
