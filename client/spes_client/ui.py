@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from spes_protocols.errors import SpesError, UserError
+from spes_protocols.errors import IntegrityError, SpesError, UserError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -173,6 +173,9 @@ def run_program(body: Callable[[], int]) -> int:
         # The reader of our output went away (`spes run show | head`): say nothing, also not at interpreter exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
+    except IntegrityError as error:
+        hint = "" if "spes repair" in str(error) else "; if it is a peer's own file, run: spes repair"
+        return _failed(f"{error}{hint}", error.exit_code)
     except SpesError as error:
         return _failed(str(error), error.exit_code)
     except OSError as error:

@@ -123,7 +123,7 @@ class LedgerDB:
         return IntegrityError(
             "ledger",
             str(self.path),
-            f"{detail}; move this file away and join again: the ledger is fetched from the members",
+            f"{detail}; leave the file where it is, for it has votes that nobody else knows, and run: spes repair",
         )
 
     @contextlib.contextmanager

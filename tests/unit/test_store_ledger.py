@@ -172,7 +172,7 @@ def filled(path: Path) -> bytes:
 def test_a_damaged_file_is_named_with_what_to_do(path: Path, damage: object) -> None:
     path.parent.mkdir()
     path.write_bytes(damage(filled(path)))  # type: ignore[operator]
-    with pytest.raises(IntegrityError, match="move this file away and join again") as caught:
+    with pytest.raises(IntegrityError, match="run: spes repair") as caught:
         LedgerDB(path)
     assert (caught.value.check, caught.value.where) == ("ledger", str(path))
 
