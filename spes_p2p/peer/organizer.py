@@ -112,7 +112,8 @@ async def run_reset(raw: bytes, identity: Identity, peers: Sequence[str], *, com
         present = [m for m in before.members if m.peer in answering]
         claims = [claim for claim in claims if claim.signer in answering][:CLAIMS_MAX]
         members = reset_members(visit.manifest, present, claims, before.id, before.round)
-        if not any(m.groups for m in members):
+        nobody = not any(m.groups for m in members)
+        if nobody and not visit.head.ended:  # after an end nobody stays to answer: those who come may then start it
             raise UserError(
                 f"none of the {counted(len(before.members), 'member')} of round {before.round} answers, and nobody "
                 "else has claimed groups; let volunteers join, and try again in a moment"
@@ -128,7 +129,8 @@ async def run_reset(raw: bytes, identity: Identity, peers: Sequence[str], *, com
         )
         taken = await visit.push(reset)
         whom = f"{counted(len(members), 'member')}, {counted(sum(bool(m.groups) for m in members), 'owner')}"
-        return f"reset {reset.number}: the run goes on from round {before.round} with {whom}; {taken}"
+        then = "; volunteers may join now, and `spes run start` goes on" if nobody else ""
+        return f"reset {reset.number}: the run goes on from round {before.round} with {whom}; {taken}{then}"
 
 
 async def run_ban(raw: bytes, identity: Identity, peers: Sequence[str], *, peer: str, reason: str) -> str:

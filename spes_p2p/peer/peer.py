@@ -45,7 +45,7 @@ from spes_p2p.store.chain import Chain, Step
 from spes_p2p.store.events import EventLog
 from spes_p2p.store.rundir import RunDir
 from spes_protocols import control_pb2
-from spes_protocols.errors import NetworkError, RemoteError, SpesError, UserError, printable
+from spes_protocols.errors import NetworkError, RemoteError, SpesError, UserError
 from spes_protocols.messages import ADDRESSES_MAX, Ban, End, Presence, Signed, Start
 
 LEAVE_SECONDS_MAX = 600.0
@@ -59,9 +59,6 @@ SEE_OFF_SECONDS = 20.0
 
 PROGRESS_SECONDS = 5.0
 SAME_LINE_SECONDS = 60.0
-REASON_ROUNDS = 64
-"""How many commits back the reason of an organizer's order is looked for."""
-
 KEEP_SECONDS = 1.0
 """Pause before work that failed is begun again."""
 
@@ -313,7 +310,9 @@ class Peer:
         except (NetworkError, RemoteError) as error:
             self.note(f"ledger of {peer}: {error}")
         if read.taken_back:
-            self._say(f"the ledger of …{peer[-6:]} goes before ours: {read.taken_back} records here are taken back")
+            lost = status.counted(read.taken_back, "record")
+            self._say(f"the ledger of …{peer[-6:]} goes before ours: {lost} taken back here")
+            self.shell.end_round()
             await self._drop_other_states()
         if read.came > 1:  # a single one is what a peer next to the others misses now and then
             self._say(
@@ -408,23 +407,18 @@ class Peer:
         head = self.chain.head
         limit = self.options.rounds_max
         if head.ended:
-            self._say(f"the organizer has ended the run{self._order_reason(End)}")
+            self._say(f"the organizer has ended the run{self._reason(End)}")
         if self.identity.peer_id in head.banned and self.options.trains and self.failure is None:
-            self.failure = UserError(f"the organizer has banned this peer{self._order_reason(Ban)}")
+            self.failure = UserError(f"the organizer has banned this peer{self._reason(Ban)}")
             self._finished.set()
+        if limit is not None and head.round >= limit and not self._finished.is_set():
+            self._say(f"the run has finished {status.counted(head.round, 'round')}; --rounds {limit} ends here")
         gone = self.leaving and head.member(self.identity.peer_id) is None
         if gone or self._is_over() or (limit is not None and head.round >= limit):
             self._finished.set()
 
-    def _order_reason(self, kind: type[Ban] | type[End]) -> str:
-        """What the organizer gave as the reason of an order, from the commit that carries it."""
-        me, last = self.identity.peer_id, self.chain.head.round - 1
-        for number in range(last, max(-1, last - REASON_ROUNDS), -1):
-            step = self.chain.commit_step(number)
-            for order in step.value.orders if step is not None and step.value is not None else ():
-                if isinstance(order.record, kind) and getattr(order.record, "peer", me) == me:
-                    return f": {printable(order.record.reason, 500)}" if order.record.reason else ""
-        return ""
+    def _reason(self, kind: type[Ban] | type[End]) -> str:
+        return status.order_reason(self.chain, self.identity.peer_id, kind)
 
     async def _look_after(self) -> None:
         """Claims are repeated until they stand in the table; a start key opens the run once enough claims are there."""

@@ -186,7 +186,7 @@ class Shell:
     async def moved(self, step: Step | None) -> None:
         """The chain's head has moved (under `advancing`): the participant begins the next round."""
         self._silence.moved()
-        self._end_round()
+        self.end_round()
         self._drop_uncounted()
         self._events.head(self._chain.head, step)
         self._run(self.participant.on_head(self._chain.head, time.monotonic()))
@@ -194,7 +194,7 @@ class Shell:
 
     async def close(self) -> None:
         """End all tasks."""
-        self._end_round()
+        self.end_round()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -403,7 +403,8 @@ class Shell:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._log(f"internal error: {type(error).__name__}: {error}")
 
-    def _end_round(self) -> None:
+    def end_round(self) -> None:
+        """Cancel what was under way for a round that is over, or is no longer one of this ledger."""
         self._refusals_logged.clear()
         for task in list(self._round_tasks):
             task.cancel()

@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING
 
 from spes_p2p.core.ledger import commit_strength
 from spes_p2p.core.members import Strength
-from spes_p2p.store.chain import Step
+from spes_p2p.store.chain import Chain, Step
 from spes_protocols import control_pb2
-from spes_protocols.errors import NetworkError
-from spes_protocols.messages import MICRO, Start
+from spes_protocols.errors import NetworkError, printable
+from spes_protocols.messages import MICRO, Ban, End, Start
 
 if TYPE_CHECKING:
     from spes_p2p.peer.peer import Peer
+
+REASON_ROUNDS = 64
+"""How many commits back the reason of an organizer's order is looked for."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -71,6 +74,17 @@ def opening_line(step: Step) -> str:
         return f"the run starts: {owners}"
     reason = f" ({record.reason})" if record.reason else ""
     return f"the organizer has reset the run{reason}: on from round {record.round} with {owners}"
+
+
+def order_reason(chain: Chain, me: str, kind: type[Ban] | type[End]) -> str:
+    """What the organizer gave as the reason of an order, from the commit that carries it; with a colon before it."""
+    last = chain.head.round - 1
+    for number in range(last, max(-1, last - REASON_ROUNDS), -1):
+        step = chain.commit_step(number)
+        for order in step.value.orders if step is not None and step.value is not None else ():
+            if isinstance(order.record, kind) and getattr(order.record, "peer", me) == me:
+                return f": {printable(order.record.reason, 500)}" if order.record.reason else ""
+    return ""
 
 
 async def of(peer: Peer) -> control_pb2.StatusReply:

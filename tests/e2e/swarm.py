@@ -42,6 +42,7 @@ from spes_p2p.store.rundir import RunDir, resolve_run_dir
 from spes_protocols import control_pb2, control_pb2_grpc, manifest
 from spes_protocols.errors import UserError
 from spes_protocols.messages import Signed
+from tests.e2e.sides import Side
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 120.0
@@ -312,35 +313,37 @@ class Swarm:
         if error is not None:
             error.add_note("\n\n".join(_tail(program) for program in self.programs))
 
-    def start(self, name: str, *arguments: object, kind: type[Any] = Program) -> Any:
-        """Start a program by its module or file."""
+    def start(self, name: str, *arguments: object, kind: type[Any] = Program, prefix: Sequence[str] = ()) -> Any:
+        """Start a program by its module or file; `prefix` as for `Program`."""
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "PYTHONUNBUFFERED": "1",
             "TMPDIR": str(self.temporary),
         }
-        program = kind(name, arguments, environment)
+        program = kind(name, arguments, environment, prefix=prefix)
         self.programs.append(program)
         return program
 
-    def bootstrap(self, name: str = "boot", *options: object, start_key: bool = True) -> Program:
-        """A `spes-bootstrap` of the run that has printed its addresses."""
+    def bootstrap(
+        self, name: str = "boot", *options: object, start_key: bool = True, side: Side | None = None
+    ) -> Program:
+        """A `spes-bootstrap` of the run that has printed its addresses, on one side of a network that can be cut."""
         key = ("--start-key", self.run.key_path) if start_key else ()
         boot: Program = self.start(
             name, "-m", "spes_bootstrap.main", "--manifest", self.run.path, "--dir", self.run.folder / name,
-            "--listen", "/ip4/127.0.0.1/tcp/0", *key, *options,
+            "--listen", _listen(side), *key, *options, prefix=side.prefix if side else (),
         )  # fmt: skip
         return boot
 
-    def volunteer(self, name: str, *peers: str, options: Sequence[object] = ()) -> Volunteer:
+    def volunteer(self, name: str, *peers: str, options: Sequence[object] = (), side: Side | None = None) -> Volunteer:
         """A `spes-join`; the same name again means the same home."""
         home = self.run.folder / name
         addresses = itertools.chain.from_iterable(("--peer", peer) for peer in peers)
         volunteer: Volunteer = self.start(
             name, "-m", "spes_client.join", "--plain", "--dir", home, *addresses, "--threads", 1,
-            "--listen", "/ip4/127.0.0.1/tcp/0", "--allow-source", self.run.folder, *options,
-            kind=Volunteer,
+            "--listen", _listen(side), "--allow-source", self.run.folder, *options,
+            kind=Volunteer, prefix=side.prefix if side else (),
         )  # fmt: skip
         volunteer.home = home
         return volunteer
@@ -356,6 +359,10 @@ class Swarm:
         program = self.spes(*arguments, "--json")
         assert program.process.returncode == 0, program.text
         return json.loads(program.text)
+
+
+def _listen(side: Side | None) -> str:
+    return f"/ip4/{side.address if side else '127.0.0.1'}/tcp/0"
 
 
 def door(boot: Program) -> str:
