@@ -225,7 +225,8 @@ class Syncer:
             if forward.bytes <= self._snapshot_bytes_min(costs):
                 return forward
             ways.append(forward)
-        offers = await self._snapshots.offers([r for r in costs if self._chain.root_at(r) is not None])
+        lacking = [r for r in costs if (root := self._chain.root_at(r)) is not None and not self.has_state(r, root)]
+        offers = await self._snapshots.offers(lacking)
         ways += [
             Way(bytes=self._lacking(r) + costs[r], snapshot=r, holders=tuple(peers))
             for r, peers in offers.items()
