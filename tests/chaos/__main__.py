@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="of the faults (default: by chance, and printed)")
     parser.add_argument("--calm-seconds", type=float, default=60.0, help="undisturbed time that is compared with")
     parser.add_argument(
-        "--kill-seconds", type=float, nargs=2, default=(8.0, 15.0), metavar=("LEAST", "MOST"), help="between two kills"
+        "--kill-seconds", type=float, nargs=2, default=(12.0, 15.0), metavar=("LEAST", "MOST"), help="between two kills"
     )
     parser.add_argument("--dir", type=Path, help="where homes, output and account go (default: a temporary one)")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with the swarm and the account of a run")

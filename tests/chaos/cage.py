@@ -157,8 +157,9 @@ class Disk:
         """Give the room back."""
         self._ballast.unlink(missing_ok=True)
 
-    def keep(self) -> None:
-        """Copy the content to where it outlives us."""
+    def close(self) -> None:
+        """Copy the content to where it outlives us, and unmount."""
+        self.free()
         fresh = self._kept.with_suffix(".new")
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
@@ -166,6 +167,7 @@ class Disk:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self._kept)
         fresh.rename(self._kept)
+        _run("umount", str(self.path))
 
 
 def _run(*command: str) -> None:

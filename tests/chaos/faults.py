@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from tests.chaos.account import Account
 from tests.chaos.swarm import Seat, Swarm
 
-KILL_PARTS = ("all", "all", "peer", "peer", "p2pd", "trainer", "worker")
+KILL_PARTS = ("all", "peer", "p2pd", "trainer", "worker")
 HANG_PARTS = ("p2pd", "trainer", "worker")
 AWAY_SECONDS = (1.0, 8.0)
-PAUSE_SECONDS = (3.0, 10.0)
+PAUSE_SECONDS = (5.0, 20.0)
 """Between two longer troubles."""
 
 

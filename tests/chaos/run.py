@@ -39,8 +39,7 @@ class Run:
         account = self._account
         account.problems.clear()
         with Swarm(self._directory, account.peers, account, caged=self._caged, say=self._say) as swarm:
-            swarm.open()
-            if self._together(swarm, OPEN_SECONDS, WARM_ROUNDS):
+            if self._opened(swarm) and self._together(swarm, OPEN_SECONDS, WARM_ROUNDS):
                 if not account.seconds[CALM]:
                     self._phase(swarm, CALM, calm_seconds)
                 # A run that goes on has more kills and so another timetable.
@@ -54,6 +53,14 @@ class Run:
                 account.problem(problem)
             for command in swarm.orphans():
                 account.problem(f"a process is left: {command}")
+
+    def _opened(self, swarm: Swarm) -> bool:
+        try:
+            swarm.open()
+        except AssertionError as error:
+            self._account.problem(str(error))
+            return False
+        return True
 
     def _phase(self, swarm: Swarm, phase: str, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
         """A phase begins now, at a commit, and ends at the first commit after its time."""

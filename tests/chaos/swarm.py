@@ -30,16 +30,19 @@ from tests.chaos.cage import Disk, Machine, Network
 from tests.e2e.swarm import Home, Program, command_of, descendants, make_run, wait_gone
 
 GROUPS = 8
-STEPS = 120
+STEPS = 90
 RULES = {
-    "grace_seconds": 2.0,
+    "grace_seconds": 1.5,
     "blob_seconds": 10.0,
     "propose_seconds": 2.0,
     "vote_seconds": 2.0,
-    "stall_seconds": 20.0,
+    "stall_seconds": 10.0,
     "lease_rounds": 3,
+    "lease_seconds": 60.0,
+    "on_majority_loss": "pause",
 }
-"""Of the rounds: whoever is killed is waited for a moment, and keeps its groups for a few rounds."""
+"""Of the rounds: whoever is killed is waited for a moment and keeps its groups for a few rounds. Without owners of more
+than half of the groups the run waits for them, so no round may be lost."""
 
 PARTS = {"p2pd": r"/p2pd -listen", "trainer": r"-m spes_p2p\.train ", "worker": r"spes_p2p\.peer\.worker"}
 """The processes that a peer starts, by their command lines."""
@@ -150,15 +153,16 @@ class Swarm:
             if seat.program is not None and seat.program.is_running:
                 self._kill_family(seat)
             if seat.disk is not None:
-                seat.disk.free()
-                seat.disk.keep()
-        if self.seats[0].disk is None:
-            shutil.rmtree(self.temporary, ignore_errors=True)
+                seat.disk.close()
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
     # ---- programs ----------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Start the bootstraps, then the volunteers, who are told the addresses of both."""
+        """Start the bootstraps, then the volunteers, who are told the addresses of both.
+
+        Raises `AssertionError` if a bootstrap does not come up.
+        """
         doors: list[str] = []
         for number, seat in enumerate(self.bootstraps):
             key = ("--start-key", self._run / "organizer.key") if number == 0 else ()
@@ -168,7 +172,10 @@ class Swarm:
             ]  # fmt: skip
             self.start(seat)
             assert seat.program is not None
-            doors.append(seat.program.wait_line(r"spes-join --peer (\S+)")[1])
+            try:
+                doors.append(seat.program.wait_line(r"spes-join --peer (\S+)")[1])
+            except AssertionError as error:
+                raise AssertionError(f"{error}; it printed: {seat.program.text}") from None
         for seat in self.volunteers:
             seat.arguments = [
                 "-m", "spes_client.join", "--plain", "--dir", seat.home, "--threads", 1, "--listen", _listen(seat),
