@@ -65,6 +65,7 @@ class Faults:
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _durable: dict[Path, bytes | None] = field(default_factory=dict)
     _synced: dict[int, bytes] = field(default_factory=dict)
+    _old: set[int] = field(default_factory=set)
 
     @property
     def killed(self) -> Path:
@@ -111,24 +112,27 @@ class Faults:
 
     # ---- what a power cut leaves -------------------------------------------------------------------------------
 
+    def __post_init__(self) -> None:
+        self._old = {path.stat().st_ino for path in self.root.rglob("*") if path.is_file()}
+
     def touch(self, *paths: Path) -> None:
-        """Names that change from now on: as they are, they are durable."""
+        """Names that change from now on: those that were there are durable."""
         for path in paths:
-            self._durable.setdefault(path, path.read_bytes() if path.exists() else None)
+            self._durable.setdefault(path, self._bytes_left(path) if path.exists() else None)
 
     def synced(self, file: BinaryIO) -> None:
         """The bytes of a file are durable, under whatever name is."""
         self._synced[os.fstat(file.fileno()).st_ino] = Path(file.name).read_bytes()
 
     def synced_directory(self, directory: Path) -> None:
-        """The names in a directory are durable; a file that was not synced keeps half of its bytes."""
+        """The names in a directory are durable; a new file that was not synced keeps half of its bytes."""
         for path in self._durable:
             if path.parent == directory:
                 self._durable[path] = self._bytes_left(path) if path.exists() else None
 
     def _bytes_left(self, path: Path) -> bytes:
-        data = path.read_bytes()
-        return self._synced.get(path.stat().st_ino, data[: len(data) // 2])
+        data, inode = path.read_bytes(), path.stat().st_ino
+        return self._synced.get(inode, data if inode in self._old else data[: len(data) // 2])
 
 
 class FaultyDisk(Disk):

@@ -36,7 +36,7 @@ from spes_p2p.peer.outbox import Outbox
 from spes_p2p.peer.peer import Peer
 from spes_p2p.peer.trainer_link import TrainerLink
 from spes_p2p.peer.worker import JOB_BYTES_MAX, Job, Result, Worker
-from spes_p2p.store import files
+from spes_p2p.store import files, receiver
 from spes_p2p.store.rundir import RunDir, pin_run
 from spes_protocols import control_pb2
 from spes_protocols import manifest as m
@@ -98,7 +98,8 @@ def live(home: Path, faults: Faults, rounds_max: int) -> Life:
 def faulty(faults: Faults) -> Iterator[None]:
     """The stores' disk and databases are these while the block lasts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "disk", FaultyDisk(faults))
+        for module in (files, receiver):
+            patch.setattr(module, "disk", FaultyDisk(faults))
         patch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=connection(faults)))
         yield
 
