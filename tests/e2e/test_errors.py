@@ -45,7 +45,9 @@ def test_what_fails_before_anything_is_joined(run: Run, busy_port: int) -> None:
             "no key": swarm.start("sign", "-m", "spes_client.main", "run", "sign", toml, "--key", home / "none"),
             "start key": swarm.bootstrap("b1", "--start-key", home / "none", start_key=False),
             "other key": swarm.bootstrap("b3", "--start-key", other_key, start_key=False),
-            "no manifest": swarm.start("b2", "-m", "spes_bootstrap.main", "--manifest", home, "--dir", home),
+            "no manifest": swarm.start(
+                "b2", "-m", "spes_bootstrap.main", "--manifest", home, "--dir", run.folder / "b2"
+            ),
             "busy": swarm.volunteer("home", dead, options=("--listen", busy)),
             "nowhere": swarm.volunteer("home2"),
             "wrong": swarm.volunteer("home3", "/ip4/127.0.0.1/tcp/4001"),
