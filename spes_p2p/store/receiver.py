@@ -67,6 +67,7 @@ class Receiver:
         self._root = state_root(index)
         self._number = {leaf: number for number, leaf in enumerate(store.layout.leaves())}
         self._lock = threading.Lock()
+        self._noting = threading.Lock()
         self._file: BinaryIO | None = None
         self._unsynced = 0
         self._closed = False
@@ -138,8 +139,10 @@ class Receiver:
             del self._missing[tensor, leaf]
             self.bytes_missing -= size
             self._unsynced += size
-            if self._unsynced >= SYNC_BYTES:
-                self._note()
+            bits = self._bits() if self._unsynced >= SYNC_BYTES else b""
+            self._unsynced = 0 if bits else self._unsynced
+        if bits:
+            self._note(bits)  # others go on writing meanwhile
 
     def reuse(self) -> int:
         """Copy the leaves that other states and downloads here have; returns how many bytes those were."""
@@ -167,13 +170,12 @@ class Receiver:
 
     def close(self) -> None:
         """Note what has come and let go of the file; a new receiver goes on from here. A late `put` is for nothing."""
-        with self._lock, disk_errors(self._path):
+        with self._lock:
             self._closed = True
-            if self._file is not None:
-                if self._unsynced:
-                    self._note()
-                self._file.close()
-                self._file = None
+            bits = self._bits()
+        if self._unsynced:
+            self._note(bits)
+        self._let_go()
 
     def finish(self) -> None:
         """Publish the state; nothing may be missing."""
@@ -183,8 +185,7 @@ class Receiver:
             file.seek(0)
             disk.write(file, self._store.layout.header)
             sync(file, self._path)
-            file.close()
-            self._file = None
+        self._let_go()
         self._store.forget_index(self._index.round)
         rename_synced(self._path, self._store.path(self._index.round))
         self._store.put_index(self._index)
@@ -196,15 +197,25 @@ class Receiver:
             self._file = self._path.open("r+b", buffering=0)
         return self._file
 
-    def _note(self) -> None:
-        sync(self._opened(), self._path)
-        self._unsynced = 0
+    def _let_go(self) -> None:
+        with self._lock, self._noting, disk_errors(self._path):
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _bits(self) -> bytes:
         bits = bytearray((len(self._number) + 7) // 8)
         for leaf, number in self._number.items():
             if leaf not in self._missing:
                 bits[number // 8] |= 1 << number % 8
-        record = Arrived(state_root=self._root, leaves=bytes(bits))
-        atomic_write(self._store.arrived_path(self._index.round), encode(record))
+        return bytes(bits)
+
+    def _note(self, bits: bytes) -> None:
+        with self._noting:
+            if self._file is not None:
+                sync(self._file, self._path)
+                record = Arrived(state_root=self._root, leaves=bits)
+                atomic_write(self._store.arrived_path(self._index.round), encode(record))
 
 
 def read_arrived(path: Path, root: bytes, leaves: int) -> bytes | None:
