@@ -2,13 +2,15 @@
 
 PYTHON ?= python3
 SEEDS ?= 2000
+MINUTES ?= 3
+PEERS ?= 4
 RUN_DIR ?= demo-run
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format soak vectors proto
+.PHONY: help setup demo test lint format soak chaos vectors proto
 
 help:
 	@echo "make setup    install everything into .venv (Python 3.11 or newer)"
@@ -16,6 +18,7 @@ help:
 	@echo "make test     all tests"
 	@echo "make lint     style, types and layers; 'make format' rewrites what can be rewritten"
 	@echo "make soak     the agreement simulator over SEEDS=$(SEEDS) seeds"
+	@echo "make chaos    real processes under kills, cut lines, full disks: MINUTES=$(MINUTES) PEERS=$(PEERS); RESUME=dir goes on"
 	@echo "make vectors  write the golden vectors anew (a change of the wire format)"
 	@echo "make proto    generate control_pb2 from protocols/spes_protocols/control.proto"
 
@@ -48,6 +51,9 @@ format: setup
 
 soak: setup
 	$(BIN)/python -m tests.sim.soak --seeds $(SEEDS)
+
+chaos: setup
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --peers $(PEERS) $(if $(RESUME),--resume $(RESUME))
 
 vectors: setup
 	$(BIN)/python -m tests.vectors.generate

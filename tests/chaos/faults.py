@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tests.chaos.account import Account
-from tests.chaos.swarm import Seat, Swarm
+from tests.chaos.swarm import PARTS, Seat, Swarm
 
 KILL_PARTS = ("all", "peer", "p2pd", "trainer", "worker")
 HANG_PARTS = ("p2pd", "trainer", "worker")
@@ -89,6 +89,8 @@ class Faults:
         lot, part, away = chance.random(), chance.choice(KILL_PARTS), chance.uniform(*AWAY_SECONDS)
         seat = self.pick(lot)
         assert seat is not None
+        if part in PARTS and seat.part(part) is None:  # it is not running yet, or not again
+            part = "all"
         self._account.kills[part] += 1
         back = f", back in {away:.0f} s" if part in ("all", "peer") else ""
         self.say(f"kill {seat.name} ({part}){back}")

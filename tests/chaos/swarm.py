@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -294,8 +294,8 @@ class Swarm:
                 number, tokens, state = match.groups()
                 if self.account.commit(int(number), state, int(tokens), time.monotonic()):
                     self._say(line.partition(" ")[2])
-            if _FAULTY.search(line):
-                self.account.problem(f"{seat.name} printed: {line}")
+        for line in _faulty(lines):
+            self.account.problem(f"{seat.name} printed: {line}")
 
     def _note_durable(self, seat: Seat) -> None:
         """The commits that lie on the disk of a dead peer: nobody may lose them."""
@@ -307,13 +307,13 @@ class Swarm:
                     self.account.durable(body.round, digest(body))
 
     def faulty_lines(self) -> list[str]:
-        """What the logs in the homes say that no log should."""
+        """What the logs in the homes say that no log should; of a traceback, its last line."""
         found = []
         for seat in self.seats:
             for path in (seat.home / "p2pd.log", *seat.home.glob("runs/*/*log")):
                 if path.is_file():
                     lines = path.read_text(errors="replace").splitlines()
-                    found += [f"{seat.name}/{path.name}: {line}" for line in lines if _FAULTY.search(line)]
+                    found += [f"{seat.name}/{path.name}: {line}" for line in _faulty(lines)]
         return found
 
     def orphans(self) -> list[str]:
@@ -353,6 +353,14 @@ class Swarm:
             if code not in (0, 130):
                 self.account.problem(f"{seat.name} ended with code {code}: {seat.program.lines[-1]}")
         self._down(seat, 0.0)
+
+
+def _faulty(lines: list[str]) -> Iterator[str]:
+    for number, line in enumerate(lines):
+        if line.startswith("Traceback"):
+            yield next((text for text in lines[number + 1 :] if text and not text.startswith(" ")), line)
+        elif _FAULTY.search(line):
+            yield line
 
 
 def _listen(seat: Seat) -> str:
