@@ -139,7 +139,11 @@ def _fail(error: BaseException) -> NoReturn:
     [
         (UserError("no\nsuch \x1b[31mfile"), 2, "error: no such [31mfile"),
         (RemoteError("size", "too long", "12D3"), 1, "error: size from 12D3: too long"),
-        (IntegrityError("decode", "x", "broken"), 1, "error: decode failed for x: broken"),
+        (
+            IntegrityError("decode", "x", "broken"),
+            1,
+            "error: decode failed for x: broken; if it is a peer's own file, run: spes repair",
+        ),
         (NetworkError("no answer"), 3, "error: no answer"),
         (PermissionError(13, "Permission denied", "/x/y"), 2, "error: /x/y: Permission denied"),
         (KeyboardInterrupt(), 130, "interrupted"),
