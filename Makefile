@@ -17,7 +17,7 @@ help:
 	@echo "make demo     one bootstrap and four volunteers train a small model here, then replay the log"
 	@echo "make test     all tests"
 	@echo "make lint     style, types and layers; 'make format' rewrites what can be rewritten"
-	@echo "make soak     the agreement simulator over SEEDS=$(SEEDS) seeds"
+	@echo "make soak     the agreement simulator over SEEDS=$(SEEDS) seeds; STATE=file: can be stopped and resumed"
 	@echo "make chaos    real processes under kills, cut lines, full disks: MINUTES=$(MINUTES) PEERS=$(PEERS); RESUME=dir goes on"
 	@echo "make vectors  write the golden vectors anew (a change of the wire format)"
 	@echo "make proto    generate control_pb2 from protocols/spes_protocols/control.proto"
@@ -50,7 +50,7 @@ format: setup
 	$(BIN)/ruff format .
 
 soak: setup
-	$(BIN)/python -m tests.sim.soak --seeds $(SEEDS)
+	$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) $(if $(STATE),--state $(STATE))
 
 chaos: setup
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --peers $(PEERS) $(if $(RESUME),--resume $(RESUME))

@@ -11,14 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 from spes_p2p.core.agreement import VIEWS_AHEAD_MAX
 from spes_p2p.core.head import Head
-from spes_p2p.core.ledger import verify_commit
-from spes_p2p.core.members import by_shared_lot
+from spes_p2p.core.ledger import commit_strength, verify_commit
+from spes_p2p.core.members import Strength, by_shared_lot
 from spes_p2p.core.rounds import POOL_MAX
+from spes_protocols.codec import digest
+from spes_protocols.errors import RemoteError
 from spes_protocols.messages import Ban, Commit, Header, Precommit, Proposal, Signed, VerifiedSet
+from tests.sim.disk import Disk, Entry
+from tests.sim.records import open_set, unseal
 
 if TYPE_CHECKING:
     from tests.sim.peers import SimPeer
     from tests.sim.world import World
+
+
+RECORDS_PER_REPEAT = 12
+"""Records that a peer sends to everybody in `vote_seconds`: what it repeats (SPEC 5.7), and as much of what is new."""
+
+EVIDENCE_COMMITS = 2
+"""So many rounds led by honest peers after a contradiction that all can see, and its signer is out (SPEC 5.11)."""
+
+RECORDS_BURST = 60
+"""What it may send at once on top of that, after a restart say."""
 
 
 class Violation(Exception):
@@ -37,55 +51,129 @@ class Checkers:
     def __init__(self, world: World) -> None:
         self.world = world
         self.excused = False
-        self.commits: dict[tuple[bytes, int], bytes] = {}
-        self._verified: dict[tuple[bytes, tuple[bytes, ...]], Head] = {}
+        self.commits: dict[bytes, bytes] = {}
+        self.records: dict[bytes, Entry] = {}
+        self.recorded_at: dict[bytes, float] = {}
+        self.accused: dict[str, int] = {}
+        self._verified: dict[Any, tuple[Head, VerifiedSet, tuple[Signed[Precommit], ...]]] = {}
         self._counts: dict[bytes, Mapping[str, tuple[int, int]]] = {}
         self._slots: dict[tuple[Any, ...], bytes] = {}
         self._durable: dict[str, list[bytes]] = {}
+        self._allowances: dict[str, tuple[float, float]] = {}
 
     # ---- the wire ----------------------------------------------------------------------------------------------
 
     def on_wire(self, peer: SimPeer, signed: Signed[Any]) -> None:
         """An honest peer never says two things in one place, whatever it went through (SPEC 5.6)."""
         record = signed.record
+        self._count_message(peer)
         if signed.signer != peer.name or record.KIND not in ("header", "proposal", "prevote", "precommit"):
             return
         inner = record.value if isinstance(record, Proposal) else record
         view = None if isinstance(record, Header) else record.view
         slot = (peer.name, inner.epoch, inner.round, view, record.KIND)
         earlier = self._slots.setdefault(slot, signed.raw)
-        if earlier != signed.raw:
+        if earlier is not signed.raw and earlier != signed.raw:
             raise Violation(f"{peer.label} sent two different {record.KIND}s in round {inner.round}, view {view}")
 
-    # ---- commits -----------------------------------------------------------------------------------------------
+    def _count_message(self, peer: SimPeer) -> None:
+        """Records that a peer sends to everybody: a burst at most, then so many in each `vote_seconds` (SPEC 5.7)."""
+        rate = RECORDS_PER_REPEAT / self.world.manifest.rounds.vote_seconds
+        left, at = self._allowances.get(peer.name, (float(RECORDS_BURST), self.world.now))
+        left = min(RECORDS_BURST, left + (self.world.now - at) * rate) - 1
+        self._allowances[peer.name] = (left, self.world.now)
+        if left < 0:
+            raise Violation(f"{peer.label} floods the swarm with records")
 
-    def on_commit(
-        self, peer: SimPeer, before: Head, commit: Commit, value: VerifiedSet, votes: tuple[Signed[Precommit], ...]
-    ) -> Head:
-        """A peer takes a commit, by its own agreement or by catching up; returns the head after it."""
-        known = (commit.id, commit.precommits)
+    # ---- records of the ledger ---------------------------------------------------------------------------------
+
+    def check_commit(self, before: Head, commit: Commit) -> tuple[Head, VerifiedSet, tuple[Signed[Precommit], ...]]:
+        """The rules' answer to a commit that would follow a head, computed once: (head after it, its set, its votes).
+
+        Raises `RemoteError` for one that does not follow them, as peers hand on whatever they like.
+        """
+        known = (before.id, commit.body, commit.view, commit.precommits)
         if known not in self._verified:
-            self._verified[known] = verify_commit(self.world.manifest, before, commit, value, votes)
-            self._check_votes(before, commit, votes)
-        after = self._verified[known]
-        self.excused = self.excused or not self.world.is_in_model(before) or not self.world.is_in_model(after)
-        if self.excused:
-            return after
-        place = (commit.body.epoch, commit.body.round)
-        first = self.commits.setdefault(place, commit.id)
-        require(first == commit.id, f"two commits for round {commit.body.round}, one of them at {peer.label}")
-        require(commit.body.parent == before.id, f"commit of round {commit.body.round} does not follow its parent")
-        if commit.id not in self._counts:
-            self._check_table(before, value, after)
-            self._counts[commit.id] = self._count(before, value)
-            self._check_leases(before, value, after)
-        return after
+            votes, value = self._open_votes(commit), open_set(commit.body.value)
+            after = verify_commit(self.world.manifest, before, commit, value, votes)
+            self._check_votes(before, commit, value, votes)
+            self._verified[known] = (after, value, votes)
+        return self._verified[known]
 
-    def _check_votes(self, before: Head, commit: Commit, votes: tuple[Signed[Precommit], ...]) -> None:
-        groups = {member.peer: len(member.groups) for member in before.members}
-        agreeing = {v.signer for v in votes if v.record.state_root == commit.body.state_root}
-        have, total = sum(groups.get(peer, 0) for peer in agreeing), sum(groups.values())
-        require(3 * have > 2 * total, f"round {commit.body.round} was closed by {have} of {total} votes")
+    def on_record(self, peer: SimPeer, entry: Entry) -> None:
+        """A peer puts a record in force, by its own agreement or by catching up."""
+        before, after = entry.before, entry.after
+        self.excused = self.excused or not self.world.is_in_model(before) or not self.world.is_in_model(after)
+        if after.id not in self.records:
+            self.records[after.id] = entry
+            self.recorded_at[after.id] = self.world.now
+            self._check_record(peer, entry)
+        elif entry.commit is not None and self._strength(entry) > self._strength(self.records[after.id]):
+            self.records[after.id] = entry  # another certificate for the same outcome
+        if entry.commit is not None and not self.excused:
+            self._check_branches(peer, entry)
+
+    def _check_record(self, peer: SimPeer, entry: Entry) -> None:
+        before, after = entry.before, entry.after
+        if entry.value is None or self.excused:
+            return
+        require(before.id in self.records or before.id == self.world.genesis.id, "a commit follows a record")
+        self._check_table(before, entry.value, after)
+        self._counts[after.id] = self._count(before, entry.value)
+        self._check_leases(before, entry.value, after)
+        self._check_evidence(entry)
+
+    def _check_branches(self, peer: SimPeer, entry: Entry) -> None:
+        """One final commit for a round, and while nobody is faulty one by a majority; few may part (SPEC 5.12)."""
+        least = Strength.FINAL if self.world.faulty else Strength.MAJORITY
+        if self._strength(entry) >= least:
+            place = entry.before.id
+            first = self.commits.setdefault(place, entry.after.id)
+            require(first == entry.after.id, f"two commits for round {entry.before.round}, one of them at {peer.label}")
+
+    def _strength(self, entry: Entry) -> Strength:
+        assert entry.value is not None
+        return commit_strength(entry.before, entry.value, entry.votes)
+
+    def _check_evidence(self, entry: Entry) -> None:
+        """Nobody honest is accused."""
+        assert entry.value is not None
+        for first, _ in entry.value.evidence:
+            accused = self.world.peers.get(first.signer)
+            require(accused is None or not accused.honest, f"evidence against {self.world.label(first.signer)}")
+
+    def on_doubled(self, peer: SimPeer, signer: str) -> None:
+        """A peer has seen somebody contradict itself, and shows it to the others, who hear it once faults are over."""
+        if not self.world.faults_on and peer.honest:
+            self.accused.setdefault(signer, peer.head.round)
+
+    def _open_votes(self, commit: Commit) -> tuple[Signed[Precommit], ...]:
+        votes = tuple(unseal(raw) for raw in commit.precommits)
+        if not all(isinstance(vote.record, Precommit) for vote in votes):
+            raise RemoteError("decode", "a vote is none")
+        return votes
+
+    def _check_votes(
+        self, before: Head, commit: Commit, value: VerifiedSet, votes: tuple[Signed[Precommit], ...]
+    ) -> None:
+        """By owners, each once, for this and nothing else: more than two thirds, or of those who consent to fewer."""
+        groups = {member.peer: member.groups for member in before.members if member.groups}
+        dropped = set(value.value.dropped)
+        agreeing: dict[str, bool] = {}
+        for vote in votes:
+            record = vote.record
+            is_for_this = (record.epoch, record.round, record.view) == (before.epoch, before.round, commit.view)
+            if is_for_this and (record.value, record.state_root) == (digest(commit.body.value), commit.body.state_root):
+                agreeing[vote.signer] = record.degraded
+        consenting = {peer for peer, consents in agreeing.items() if consents and peer in groups}
+        have, total = sum(len(groups.get(peer, ())) for peer in agreeing), sum(map(len, groups.values()))
+        few = sum(len(groups[peer]) for peer in consenting)
+        kept = {peer for peer, owned in groups.items() if not dropped.intersection(owned)}
+        enough = 3 * (few if dropped else have) > 2 * total or 2 * few > total
+        everybody = bool(dropped) and bool(kept) and kept <= consenting
+        if self.world.manifest.rounds.on_majority_loss == "pause" and everybody:
+            everybody = 2 * sum(len(groups[peer]) for peer in kept) > total
+        require(enough or everybody, f"round {commit.body.round} was closed by {have} of {total} votes, {few} degraded")
 
     def _check_table(self, before: Head, value: VerifiedSet, after: Head) -> None:
         """One owner per group; groups change hands only when vacant, or from an owner of several to a waiting one."""
@@ -99,7 +187,7 @@ class Checkers:
             earlier = before.member(member.peer)
             for group in (g for g in member.groups if earlier is None or g not in earlier.groups):
                 owner = next((m for m in before.members if group in m.groups), None)
-                if owner is not None and after.member(owner.peer) is not None:
+                if owner is not None and after.member(owner.peer) is not None and group not in value.value.dropped:
                     waited = earlier is not None and not earlier.groups and earlier.wants > 0
                     require(len(owner.groups) > 1 and waited, f"group {group} was taken from an owner")
         claims = {claim.signer: claim.record.groups for claim in value.claims}
@@ -121,16 +209,19 @@ class Checkers:
                 missed = 0
             elif member.groups or member.peer in drawn or member.peer in refused:
                 missed += 1
+            if set(member.groups).intersection(value.value.dropped):
+                missed = max(missed, 1)
             counts[member.peer] = (missed, offences + (member.peer in refused))
         return counts
 
     def _check_leases(self, before: Head, value: VerifiedSet, after: Head) -> None:
         """A member goes when it left, was banned, let its lease run out or offended too often; and only then."""
         rules = self.world.manifest.rounds
-        left = {release.signer for release in value.releases}
-        banned = {order.record.peer for order in value.orders if isinstance(order.record, Ban)}
+        out = {release.signer for release in value.releases}
+        out |= {order.record.peer for order in value.orders if isinstance(order.record, Ban)}
+        out |= {first.signer for first, _ in value.evidence}
         for peer, (missed, offences) in self._counts[after.id].items():
-            must_go = peer in left or peer in banned or missed >= rules.lease_rounds or offences >= rules.offences_max
+            must_go = peer in out or missed >= rules.lease_rounds or offences >= rules.offences_max
             is_gone = after.member(peer) is None
             why = f"{self.world.label(peer)} missed {missed} commits, offended {offences} times"
             require(is_gone == must_go, f"after round {before.round} {'gone' if is_gone else 'kept'}: {why}")
@@ -151,9 +242,8 @@ class Checkers:
 
     def after_step(self, peer: SimPeer) -> None:
         """Memory stays bounded, whatever others send."""
-        if not peer.up:
-            return
-        participant, agreement = peer.participant, peer.participant.agreement
+        participant = peer.participant
+        agreement = participant.agreement
         members, view = len(participant.head.members), max(agreement.view, 0)
         # Words are put together only when a bound is broken: this runs after every event.
         if len(participant._early) > 4 * members:
@@ -168,14 +258,38 @@ class Checkers:
     def on_tick(self, peer: SimPeer) -> None:
         """A timer that is due again at once would turn the shell's loop into a busy one."""
         deadline = peer.participant.next_deadline
-        require(deadline is None or deadline > self.world.now, f"{peer.label} asks for ticks without end")
+        require(deadline is None or deadline > peer.now, f"{peer.label} asks for ticks without end")
 
     def finish(self) -> None:
-        """At the end everybody's ledger holds every commit that anybody ever made."""
+        """At the end everybody has the same ledger, and it has every final commit that follows a record of it."""
         if self.excused:
             return
-        for peer in self.world.honest():
-            chain = {(e.before.epoch, e.before.round): e.after.id for e in peer.disk.chain if e.kind == "commit"}
-            for place, commit_id in self.commits.items():
-                if place[1] < peer.head.round:
-                    require(chain.get(place) == commit_id, f"{peer.label} lacks the commit of round {place[1]}")
+        peers = [peer for peer in self.world.honest() if peer.up]
+        if not peers:
+            return
+        longest = max((peer.disk for peer in peers), key=lambda disk: len(disk.chain))
+        for peer in peers:
+            require(
+                longest.position_of(peer.head.id) is not None,
+                f"{peer.label} is on another branch from round {peer.head.round} on",
+            )
+        for parent, commit_id in self.commits.items():
+            position = longest.position_of(parent)
+            if position is None or position >= len(longest.chain):
+                continue  # on a branch that is not in force, or known to those alone who are gone
+            successor = longest.chain[position]
+            lost = self._strength(self.records[commit_id]) == Strength.FINAL and successor.after.id != commit_id
+            require(not lost or successor.kind == "reset", f"the commit of round {successor.before.round} was lost")
+        self._check_accused(longest)
+
+    def _check_accused(self, disk: Disk) -> None:
+        """Who contradicted itself before everybody is out when honest peers have led `EVIDENCE_COMMITS` rounds."""
+        for signer, seen_at in self.accused.items():
+            led = 0
+            for entry in disk.chain:
+                if entry.commit is not None and entry.before.round > seen_at:
+                    leader = self.world.peers[entry.before.electorate.leader(entry.commit.view)]
+                    led += leader.honest and not leader.catching_up.holds
+            member = disk.head.member(signer)
+            stays = member is not None and member.admitted <= seen_at
+            require(not stays or led < EVIDENCE_COMMITS, f"{self.world.label(signer)} contradicted itself and stays")

@@ -1,24 +1,41 @@
-"""One simulated peer: the real `Participant` in a shell that does with a simulated disk and network what
+"""One simulated peer: the real `Participant` in a shell that does with a simulated disk, clock and network what
 `spes_p2p.peer.shell` does with real ones.
 
-Writes become durable with `fsync`; a crash, possible at every `crash_point`, undoes the others. Subclasses are machines
-that do not keep to the rules without meaning to; liars are in `tests.sim.liars`.
+Writes become durable with `fsync`; a crash is possible at every `crash_point`. Machines that do not keep to the rules
+without meaning to are in `tests.sim.faulty`, those that mean to in `tests.sim.liars`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from spes_p2p.core import agreement, rounds
-from spes_p2p.core.agreement import Apply, Resend, Say
+from spes_p2p.core import rounds
 from spes_p2p.core.head import Head
 from spes_p2p.core.ladder import Verdict, expected_sections
-from spes_p2p.core.ledger import opened
-from spes_p2p.core.rounds import Behind, Committed, Cut, Fetch, Help, Participant, Refused
+from spes_p2p.core.ledger import commit_strength, opened
+from spes_p2p.core.members import Strength
+from spes_p2p.core.outputs import (
+    Abstain,
+    Apply,
+    Behind,
+    Committed,
+    Cut,
+    Doubled,
+    Fetch,
+    Halt,
+    Help,
+    Refused,
+    Relented,
+    Resend,
+    RootsDiffer,
+    Say,
+)
+from spes_p2p.core.rounds import Participant
+from spes_p2p.store.chain import Branch
 from spes_protocols.codec import digest
 from spes_protocols.errors import RemoteError
+from spes_protocols.manifest import Manifest
 from spes_protocols.messages import (
     Claim,
     Commit,
@@ -32,91 +49,23 @@ from spes_protocols.messages import (
     Start,
     VerifiedSet,
 )
+from tests.sim.catching_up import RETRY_SECONDS, CatchingUp, Presence
+from tests.sim.clock import Clock
+from tests.sim.disk import Disk, Entry, state_key
 from tests.sim.records import make_claim, make_header, next_root, seal
 from tests.sim.world import Blobs, Crashed, World
 
-CHAIN_PART = 16
-"""Records in one answer to a peer that catches up."""
+SHORTEST_SECONDS = 0.01
+"""Of any work that takes time."""
 
-
-@dataclass(frozen=True)
-class Entry:
-    """One record of the ledger with the heads on both sides of it."""
-
-    kind: str
-    before: Head
-    after: Head
-    opening: Signed[Start] | Signed[Reset] | None = None
-    commit: Commit | None = None
-    value: VerifiedSet | None = None
-    votes: tuple[Signed[Precommit], ...] = ()
-
-
-class Disk:
-    """What survives a crash, once `fsync` was called."""
-
-    def __init__(self, head: Head) -> None:
-        self.head = head
-        self.heads = {head.id: head}
-        self.chain: list[Entry] = []
-        self.votes: dict[tuple[bytes, int, int, str], Signed[Any]] = {}
-        self.sets: dict[tuple[bytes, int], dict[bytes, VerifiedSet]] = {}
-        self.headers: dict[tuple[bytes, int], Signed[Header]] = {}
-        self.blobs: set[bytes] = set()
-        self._undo: list[Callable[[], Any]] = []
-
-    def record_vote(self, slot: tuple[bytes, int, int, str], signed: Signed[Any]) -> Signed[Any]:
-        """Store what is said in a place, unless something was; returns what stands there."""
-        if slot not in self.votes:
-            self.votes[slot] = signed
-            self._undo.append(lambda: self.votes.pop(slot))
-        return self.votes[slot]
-
-    def put_set(self, place: tuple[bytes, int], value_id: bytes, value: VerifiedSet) -> None:
-        """Store a set that a vote is about."""
-        sets = self.sets.setdefault(place, {})
-        if value_id not in sets:
-            sets[value_id] = value
-            self._undo.append(lambda: sets.pop(value_id))
-
-    def put_header(self, place: tuple[bytes, int], signed: Signed[Header]) -> Signed[Header]:
-        """Store the own header of a round, unless there is one; returns what stands there."""
-        if place not in self.headers:
-            self.headers[place] = signed
-            self._undo.append(lambda: self.headers.pop(place))
-        return self.headers[place]
-
-    def put_blob(self, header_id: bytes) -> None:
-        """Store a contribution's blobs."""
-        if header_id not in self.blobs:
-            self.blobs.add(header_id)
-            self._undo.append(lambda: self.blobs.discard(header_id))
-
-    def append(self, entry: Entry) -> None:
-        """Add a record to the ledger; the head moves on."""
-        earlier = self.head
-        self.chain.append(entry)
-        self.head = self.heads[entry.after.id] = entry.after
-        self._undo.append(lambda: self._retract(earlier))
-
-    def _retract(self, earlier: Head) -> None:
-        self.heads.pop(self.chain.pop().after.id)
-        self.head = earlier
-
-    def fsync(self) -> None:
-        """From here on all that was written is safe."""
-        self._undo.clear()
-
-    def crash(self) -> None:
-        """Lose what was not synced."""
-        while self._undo:
-            self._undo.pop()()
+CUT_SECONDS = 0.05
 
 
 class SimPeer:
     """A volunteer that keeps to the rules. `wants` groups; `groups` are the ones it names in its claims, if any."""
 
     honest = True
+    applies_rightly = True
 
     def __init__(self, world: World, name: str, label: str, *, wants: int = 1, groups: tuple[int, ...] = ()) -> None:
         self.world = world
@@ -126,14 +75,20 @@ class SimPeer:
         self.groups = groups
         self.disk = Disk(world.genesis)
         self.participant = Participant(world.manifest, name, world.genesis)
+        self.catching_up = CatchingUp(self)
         self.up = False
+        self.ready = False
         self.gone = False
         self.leaving = False
         self.life = 0
+        self.clock = Clock()
+        self.slowness = 1.0
+        self.message_seconds = 0.0
+        self.busy_until = 0.0
+        self.wakes_at = 0.0
         self.refusals: list[Refused] = []
-        self.notes: list[agreement.Halt | agreement.Abstain | agreement.RootsDiffer] = []
+        self.notes: list[Halt | Abstain | RootsDiffer] = []
         self._tick_at: float | None = None
-        self._asked_until = 0.0
         self._heard_of_leave = False
         self._claim: Signed[Claim] | None = None
         self._roots: dict[bytes, bytes] = {}
@@ -144,34 +99,48 @@ class SimPeer:
         """The head of this peer's ledger."""
         return self.disk.head
 
-    # ---- up and down -------------------------------------------------------------------------------------------
+    @property
+    def now(self) -> float:
+        """What this machine's clock shows."""
+        return self.clock.read(self.world.now)
+
+    # ---- up, down, asleep --------------------------------------------------------------------------------------
 
     def boot(self) -> None:
-        """Start the program: everything comes from the disk."""
+        """Start the program: everything comes from the disk, then from the others."""
         if self.up or self.gone:
             return
-        self.up, self.life = True, self.life + 1
-        self._tick_at, self._asked_until, self._claim, self._roots = None, 0.0, None, {}
-        self.world.checkers.on_boot(self)
+        world, options = self.world, self.world.options
+        self.up, self.ready, self.life = True, False, self.life + 1
+        self._tick_at, self._claim, self._roots = None, None, {}
+        self.busy_until = self.wakes_at = 0.0
+        skew = world.chance("clock_skew")
+        drift = skew.uniform(-options.clock_drift_max, options.clock_drift_max)
+        self.clock = Clock(skew.uniform(0.0, options.clock_offset_seconds_max), 1.0 + drift)
+        world.checkers.on_boot(self)
+        self.participant = Participant(world.manifest, self.name, self.head)
+        self.catching_up = CatchingUp(self)
+        self.log(f"boots at round {self.head.round}")
+        self.after(0.0, self.catching_up.join)
+
+    def begin(self) -> None:
+        """Up to date for the first time since the start: take up what was said before it."""
         head = self.head
         place = (head.epoch, head.round)
-        self.participant = Participant(self.world.manifest, self.name, head)
         mine = [signed for slot, signed in self.disk.votes.items() if slot[:2] == place]
+        sets = list(self.disk.sets.get(place, {}).values())
         header = self.disk.headers.get(place)
-        self.log(f"boots at round {head.round} with {len(mine)} votes")
-        self.after(0.0, self._restore, mine, list(self.disk.sets.get(place, {}).values()), header)
+        self.ready = True
+        self.moved()
+        self.log(f"takes part from round {head.round} on, with {len(mine)} votes of its own")
+        self.carry_out(self.participant.restore(mine, sets, header, self.now))
         self.after(self.world.random.uniform(0.1, 1.0), self._maintain)
-
-    def _restore(self, mine: list[Signed[Any]], sets: list[VerifiedSet], header: Signed[Header] | None) -> None:
-        self.carry_out(self.participant.restore(mine, sets, header, self.world.now))
-        if header is None:
-            self._train()
 
     def go_down(self) -> None:
         """The machine stops at this instant; it comes back unless it was killed."""
-        self.log("goes down")
-        self.up = False
-        self.disk.crash()
+        torn = self.disk.crash(self.world.chance("torn_writes") if self.world.options.torn_writes else None)
+        self.log(f"goes down{f', in the middle of writing a {torn}' if torn else ''}")
+        self.up, self.wakes_at, self.life = False, 0.0, self.life + 1
         if not self.gone:
             seconds = self.world.random.uniform(0.1, self.world.options.restart_seconds_max)
             self.world.after(seconds, self.boot)
@@ -189,36 +158,57 @@ class SimPeer:
         if self.up:
             self.after(0.0, self._say_wish)
 
+    def sleep(self, seconds: float, stands_still: bool) -> None:
+        """Suspend the machine; its clock may stand still meanwhile."""
+        self.wakes_at = self.world.now + seconds
+        if stands_still:
+            self.clock.jump(-seconds * self.clock.rate)
+        self.after(0.0, self.carry_out, ())
+
+    def wake(self) -> None:
+        """Resume at once."""
+        self.wakes_at = min(self.wakes_at, self.world.now)
+
+    def jump_clock(self, seconds: float) -> None:
+        """The clock goes ahead; the one timer is set anew."""
+        self.clock.jump(seconds)
+        self._tick_at = None
+        self.after(0.0, self.carry_out, ())
+
     def crash_point(self) -> None:
         """The power may go off here."""
         world = self.world
-        chance = world.options.crash_chance
-        if chance and world.faults_on and world.random.random() < chance:
+        chance = world.options.crash_chance if world.faults_on else 0.0
+        if chance and world.chance("crashes").random() < chance:
             raise Crashed
 
     # ---- in ----------------------------------------------------------------------------------------------------
 
     def on_network(self, sender: str, kind: str, content: Any) -> None:
-        """Take one message."""
+        """Take one message. While the program catches up after its start, records are turned away."""
         if kind == "record":
-            proposal = self.world.opened(content) if isinstance(content.record, Proposal) else None
-            if proposal is None and isinstance(content.record, Proposal):
-                return
-            self.carry_out(self.participant.on_message(content, self.world.now, opened=proposal))
-        elif kind == "hello":
-            self._heard_of_leave = self._heard_of_leave or content == len(self.disk.chain)
-            if content > len(self.disk.chain):
-                self._ask(sender)
-            elif content < len(self.disk.chain):
-                self.send(sender, "hello", len(self.disk.chain))
+            if self.ready:
+                self._on_record(content)
+        elif kind in ("hello", "presence"):
+            self._heard_of_leave = self._heard_of_leave or content == self.presence()
+            if kind == "hello":
+                self.send(sender, "presence", self.presence())
+            if self.ready:
+                self.catching_up.on_hello(sender, content)
         elif kind == "ask":
-            part = tuple(self.disk.chain[content : content + CHAIN_PART])
-            if part:
-                self.send(sender, "entries", (content, part))
+            self.catching_up.answer(sender, *content)
         elif kind == "entries":
-            self._take_entries(sender, *content)
+            self.catching_up.on_entries(sender, *content)
         elif kind == "opening":
-            self._take_opening(content)
+            self._on_opening(content)
+
+    def _on_record(self, signed: Signed[Any]) -> None:
+        proposal = None
+        if isinstance(signed.record, Proposal) and self.participant.expects(signed):
+            proposal = self.world.opened(signed)
+            if proposal is None:
+                return
+        self.carry_out(self.participant.on_message(signed, self.now, opened=proposal))
 
     def after(self, seconds: float, work: Callable[..., None], *args: Any) -> None:
         """Do something later, unless this peer goes down before."""
@@ -226,16 +216,22 @@ class SimPeer:
 
     def send(self, target: str, kind: str, content: Any) -> None:
         """Send something to one peer."""
-        if target in self.world.peers and target != self.name:
-            self.world.send(self, target, kind, content)
+        self.world.network.send(self, target, kind, content)
 
     def broadcast(self, signed: Signed[Any]) -> None:
         """Send a record to everybody; the machine may stop halfway."""
         if self.honest:
             self.world.checkers.on_wire(self, signed)
-        for target in self.world.peers:
-            self.send(target, "record", signed)
+        self.world.network.broadcast(self, "record", signed)
         self.crash_point()
+
+    def presence(self) -> Presence:
+        """What this peer says of itself."""
+        return self.head.round, self.head.id
+
+    def offers(self, head: Head) -> bool:
+        """Whether it says that it can give the state that a head names."""
+        return state_key(head) in self.disk.states
 
     def log(self, what: str) -> None:
         """One line of the trace."""
@@ -246,58 +242,68 @@ class SimPeer:
 
     def carry_out(self, outputs: Sequence[rounds.Output]) -> None:
         """Do what the participant says, in order, then re-arm its one timer."""
-        queue = list(outputs)
-        while queue:
-            queue.extend(self._effect(queue.pop(0)))
+        if outputs:
+            queue = list(outputs)
+            while queue:
+                queue.extend(self._effect(queue.pop(0)))
         deadline = self.participant.next_deadline
         if deadline is not None and deadline != self._tick_at:
             self._tick_at = deadline
-            self.after(max(0.0, deadline - self.world.now), self._tick, deadline)
+            self.after(self.clock.seconds_until(deadline, self.world.now), self._tick, deadline)
 
     def _tick(self, deadline: float) -> None:
         if deadline == self._tick_at:
+            if self.clock.seconds_until(deadline, self.world.now) > 1e-6:  # the clock stood still in between
+                self._tick_at = None
+                self.carry_out(())
+                return
             self._tick_at = None
-            outputs = self.participant.on_tick(self.world.now)
+            self.clock.reach(deadline)
+            outputs = self.participant.on_tick(self.now)
             self.world.checkers.on_tick(self)
             self.carry_out(outputs)
 
     def _effect(self, output: rounds.Output) -> Sequence[rounds.Output]:
         match output:
             case Say():
-                for vote in output.proof:
-                    place = (vote.record.epoch, vote.record.round, vote.record.view, f"proof/{vote.signer}")
-                    self.disk.record_vote(place, vote)
-                return self.say(output.record)
+                return self.say(output.record, output.proof)
             case Resend():
                 for signed in output.messages:
                     self.broadcast(signed)
             case Fetch():
-                self.after(self._pause(0.1), self._fetch, output.header, self.head.id)
-            case Apply():
-                self.after(self._pause(self.world.options.apply_seconds_max), self._apply, output.value, self.head.id)
+                self.after(self.pause(self.world.options.fetch_seconds_max), self._fetch, output.header, self.head.id)
+            case Apply() | RootsDiffer():
+                if isinstance(output, RootsDiffer):
+                    self._note(output, "computes its state root again")
+                self.after(self.pause(self.world.options.apply_seconds_max), self._apply, output.value, self.head.id)
             case Committed():
                 self._commit(output)
             case Cut():
-                self.after(0.05, self._publish, self.head.id)
+                self.after(CUT_SECONDS, self._publish, self.head.id)
             case Behind():
-                self._ask(output.peer)
+                self.catching_up.on_behind(output.peer)
             case Help():
-                self.send(output.peer, "hello", len(self.disk.chain))
+                self.catching_up.greet(output.peer)
             case Refused():
                 self.refusals.append(output)
                 self.log(f"refuses {self.world.label(output.peer)}: {output.check}: {output.detail}")
-            case agreement.RootsDiffer():
-                self.notes.append(output)
-                self.world.changes += 1
-                self.log("computes its state root again")
-                self.after(self._pause(self.world.options.apply_seconds_max), self._apply, output.value, self.head.id)
-            case agreement.Halt() | agreement.Abstain():
-                self.notes.append(output)
-                self.world.changes += 1
-                self.log(output.reason)
+            case Halt() | Abstain():
+                self._note(output, output.reason)
+            case Relented():
+                self.log(f"consents to {output.leniency.name.lower()} after {output.waited_seconds:.1f} s")
+            case Doubled():
+                self.world.checkers.on_doubled(self, output.first.signer)
+                self.log(f"has seen {self.world.label(output.first.signer)} say two {output.first.record.KIND}s")
         return ()
 
-    def say(self, record: Proposal | Prevote | Precommit) -> Sequence[rounds.Output]:
+    def _note(self, output: Halt | Abstain | RootsDiffer, what: str) -> None:
+        self.notes.append(output)
+        self.world.changes += 1
+        self.log(what)
+
+    def say(
+        self, record: Proposal | Prevote | Precommit, proof: tuple[Signed[Prevote], ...]
+    ) -> Sequence[rounds.Output]:
         """Store, then send: what stands in the place already is what is sent (SPEC 5.6)."""
         inner = record.value if isinstance(record, Proposal) else record
         place = (inner.epoch, inner.round)
@@ -305,14 +311,18 @@ class SimPeer:
         known = self.participant.agreement.known_set(value_id) if value_id else None
         if known is not None:
             self.disk.put_set(place, value_id, known)
+        for vote in proof:
+            self.disk.record_vote((*place, vote.record.view, f"proof/{vote.signer}"), vote)
         signed = self.disk.record_vote((*place, record.view, record.KIND), seal(record, self.name))
         self.crash_point()
         self.disk.fsync()
         self.crash_point()
         self.log(f"says {record.KIND} {record.view} {value_id.hex()[:8] or 'nil'}")
         value = self.world.opened(signed) if isinstance(signed.record, Proposal) else None
+        if isinstance(record, Precommit) and record.value:
+            self.world.network.maybe_mute(self)
         self.broadcast(signed)
-        return self.participant.on_said(signed, self.world.now, value and value.value)
+        return self.participant.on_said(signed, self.now, value and value.value)
 
     # ---- contributions -----------------------------------------------------------------------------------------
 
@@ -320,8 +330,8 @@ class SimPeer:
         return bool(expected_sections(self.world.manifest, self.head, self.name)) and not self.head.ended
 
     def _train(self) -> None:
-        if self._has_part():
-            self.after(self._pause(self.world.options.train_seconds_max), self._publish, self.head.id)
+        if self._has_part() and (self.head.epoch, self.head.round) not in self.disk.headers:
+            self.after(self.pause(self.world.options.train_seconds_max), self._publish, self.head.id)
 
     def _publish(self, head_id: bytes) -> None:
         head = self.head
@@ -329,13 +339,13 @@ class SimPeer:
             return
         header, blobs = self.make_contribution()
         self.world.blobs[header.id] = blobs
-        self.disk.put_blob(header.id)
+        self.disk.put_blob(header)
         header = self.disk.put_header((head.epoch, head.round), header)
         self.crash_point()
         self.disk.fsync()
         self.log(f"publishes its contribution to round {head.round}")
         self.broadcast(header)
-        self.carry_out(self.participant.on_message(header, self.world.now))
+        self.carry_out(self.participant.on_message(header, self.now))
 
     def make_contribution(self) -> tuple[Signed[Header], Blobs]:
         """A good header, and what its blobs are like."""
@@ -344,119 +354,163 @@ class SimPeer:
         return header, Blobs(Verdict(None, norms), self.name)
 
     def _fetch(self, header: Signed[Header], head_id: bytes) -> None:
-        if self.head.id != head_id:
+        if self.participant.head.id != head_id:
             return
         if header.id in self.disk.blobs or self.world.can_fetch(self, header):
-            self.disk.put_blob(header.id)
+            self.disk.put_blob(header)
             verdict = self.world.blobs[header.id].verdict
-            self.carry_out(self.participant.on_checked(header.id, verdict, self.world.now))
+            self.carry_out(self.participant.on_checked(header.id, verdict, self.now))
         else:
-            self.after(0.5, self._fetch, header, head_id)
+            self.after(RETRY_SECONDS, self._fetch, header, head_id)
 
     def _apply(self, value: VerifiedSet, head_id: bytes) -> None:
-        if self.head.id == head_id:
+        if self.participant.head.id == head_id:
             root = self.compute_root(value)
             self._roots[value.id] = root
-            self.carry_out(self.participant.on_applied(value.id, root, self.world.now))
+            self.carry_out(self.participant.on_applied(value.id, root, self.now))
 
     def compute_root(self, value: VerifiedSet) -> bytes:
         """The state root after a set, as this machine computes it."""
-        return next_root(self.head.state_root, value.id)
+        return next_root(self.participant.head.state_root, value.id)
 
-    def _pause(self, seconds_max: float) -> float:
-        return self.world.random.uniform(0.01, seconds_max)
+    def pause(self, seconds_max: float) -> float:
+        """How long some work takes on this machine."""
+        return self.slowness * self.world.random.uniform(SHORTEST_SECONDS, seconds_max)
 
     # ---- the ledger --------------------------------------------------------------------------------------------
 
     def _commit(self, output: Committed) -> None:
+        """The round is closed; the new state goes to disk before the commit that names it."""
         if self._roots.get(output.value.id) == output.body.state_root:
             self._store_commit(output)
         else:
-            self.after(self._pause(0.3), self._store_commit, output)
+            self.after(self.pause(self.world.options.apply_seconds_max), self._apply_commit, output)
+
+    def _apply_commit(self, output: Committed) -> None:
+        if self.head.id != output.body.parent:
+            return  # catching up was faster
+        if all(h.id in self.disk.blobs or self.world.can_fetch(self, h) for h in output.value.headers):
+            self._roots[output.value.id] = self.compute_root(output.value)
+            self._store_commit(output)
+        else:
+            self.after(RETRY_SECONDS, self._apply_commit, output)
 
     def _store_commit(self, output: Committed) -> None:
         if self.head.id != output.body.parent:
             return
+        if self.catching_up.holds:
+            self.after(RETRY_SECONDS, self._store_commit, output)
+            return
         commit = Commit(body=output.body, view=output.view, precommits=tuple(v.raw for v in output.precommits))
-        self._append_commit(commit, output.value, output.precommits)
-        self._moved()
+        self.take_entry(Entry("commit", self.head, self.head, commit=commit))
+        if self._roots[output.value.id] == output.body.state_root:
+            self.disk.put_state(self.head)
+        self.sync_ledger()
+        if self.disk.has_state:
+            self.moved()
+        else:
+            self.catching_up.come_to_state()
 
-    def _append_commit(self, commit: Commit, value: VerifiedSet, votes: tuple[Signed[Precommit], ...]) -> None:
-        """Check a commit against the head and store it. Raises `RemoteError`."""
+    def check_after(self, before: Head, kind: str, entry: Entry) -> Entry:
+        """Check a record that would follow a head (what `Branch` asks of a chain). Raises `RemoteError`."""
+        if entry.commit is not None:
+            after, value, votes = self.world.checkers.check_commit(before, entry.commit)
+            return Entry(kind, before, after, commit=entry.commit, value=value, votes=votes)
+        assert entry.opening is not None
+        after = opened(self.world.manifest, before, entry.opening)
+        if after.id in self.disk.heads:
+            raise RemoteError("opening", "this record is in the ledger already", entry.opening.signer)
+        return Entry(kind, before, after, opening=entry.opening)
+
+    def step_after(self, before: Head) -> Entry | None:
+        """The record that follows a head of this ledger, None after the last."""
+        position = self.disk.position_of(before.id)
+        assert position is not None
+        return self.disk.chain[position] if position < len(self.disk.chain) else None
+
+    @property
+    def manifest(self) -> Manifest:
+        """The run's manifest."""
+        return self.world.manifest
+
+    def take_entry(self, entry: Entry, *, follows_few: bool = True) -> None:
+        """Check a record and append it; an opening may take back what followed its parent. Raises `RemoteError`.
+
+        A commit by few is what a liar could make alone: with `follows_few` False it is not taken.
+        """
         before = self.head
-        after = self.world.checkers.on_commit(self, before, commit, value, votes)
-        self.disk.append(Entry("commit", before, after, commit=commit, value=value, votes=votes))
-        self.world.maybe_isolate(self, after.id)
-        self.log(f"commits round {before.round} as {after.id.hex()[:8]}, view {commit.view}")
+        if entry.opening is not None:
+            before = self.disk.heads.get(entry.opening.record.parent, before)
+        step = self.check_after(before, entry.kind, entry)
+        by_few = step.value is not None and commit_strength(before, step.value, step.votes) == Strength.ANY
+        if by_few and not follows_few:
+            raise RemoteError("votes", "closed by few, and this peer still waits for all")
+        if before.id != self.head.id and not Branch(self, before, [step]).is_better:
+            raise RemoteError("opening", "what follows that head here goes before this record")
+        self.adopt([step])
 
-    def _moved(self) -> None:
-        """The head has moved: make it durable, then begin the next round."""
+    def adopt(self, entries: Sequence[Entry]) -> None:
+        """Put checked records in force."""
+        first = entries[0].before
+        if first.id != self.head.id:
+            self.log(f"takes back {len(self.disk.chain) - (self.disk.position_of(first.id) or 0)} records")
+        self.disk.adopt(entries)
+        for entry in entries:
+            self.world.checkers.on_record(self, entry)
+            if entry.commit is not None:
+                self.world.network.maybe_isolate(self, entry.after.id)
+                self.log(f"commits round {entry.before.round} as {entry.after.id.hex()[:8]}, view {entry.commit.view}")
+            else:
+                self.log(f"opens round {entry.after.round} as {entry.after.id.hex()[:8]}")
+
+    def sync_ledger(self) -> None:
+        """Make durable what was appended."""
         self.crash_point()
         self.disk.fsync()
         self.world.checkers.on_durable(self)
         self.crash_point()
         self.world.changes += 1
+
+    def moved(self) -> None:
+        """The head has moved and its state is there: begin the next round."""
+        self.disk.fsync()
+        self.disk.tidy()
         self._heard_of_leave = False
         self._roots = {}
-        self.carry_out(self.participant.on_head(self.head, self.world.now))
+        self.world.changes += 1
+        self.carry_out(self.participant.on_head(self.head, self.now))
         self._train()
 
-    def _ask(self, peer: str) -> None:
-        if self.world.now >= self._asked_until:
-            self._asked_until = self.world.now + 0.5
-            self.send(peer, "ask", len(self.disk.chain))
-
-    def _take_entries(self, sender: str, first: int, entries: tuple[Entry, ...]) -> None:
-        if first > len(self.disk.chain):
+    def _on_opening(self, opening: Signed[Start] | Signed[Reset]) -> None:
+        """An organizer's record, pushed; what it goes on from may have to be fetched first."""
+        if self.world.organizer.opening_id(opening) in self.disk.heads or not self.ready:
             return
-        length = len(self.disk.chain)
-        try:
-            for entry in entries[length - first :]:
-                self._take_entry(entry)
-        except RemoteError as error:
-            self.log(f"refuses the ledger of {self.world.label(sender)}: {error}")
-        if len(self.disk.chain) > length:
-            self._asked_until = 0.0
-            self._moved()
-            if len(entries) == CHAIN_PART and self.up:
-                self._ask(sender)
-
-    def _take_entry(self, entry: Entry) -> None:
-        if entry.opening is not None:
-            before = self._before(entry.opening)
-            after = opened(self.world.manifest, before, entry.opening)
-            self.disk.append(Entry("opening", before, after, opening=entry.opening))
-        else:
-            assert entry.commit is not None
-            assert entry.value is not None
-            if entry.commit.body.parent != self.head.id:
-                raise RemoteError("commit", "does not follow the head")
-            self._append_commit(entry.commit, entry.value, entry.votes)
-
-    def _before(self, opening: Signed[Start] | Signed[Reset]) -> Head:
-        return self.disk.heads.get(opening.record.parent, self.head) if opening.record.KIND == "reset" else self.head
-
-    def _take_opening(self, opening: Signed[Start] | Signed[Reset]) -> None:
-        if self.world.opening_id(opening) in self.disk.heads:
+        if self.catching_up.holds:
+            self.after(RETRY_SECONDS, self._on_opening, opening)
             return
         try:
-            self._take_entry(Entry("opening", self.head, self.head, opening=opening))
+            self.take_entry(Entry(opening.record.KIND, self.head, self.head, opening=opening))
         except RemoteError:
             return
-        self._moved()
+        self.world.network.broadcast(self, "opening", opening)
+        self.sync_ledger()
+        if self.disk.has_state:
+            self.moved()
+        else:
+            self.catching_up.come_to_state()
 
     # ---- membership --------------------------------------------------------------------------------------------
 
     def _maintain(self) -> None:
         """Every few seconds: greet somebody, and repeat the wish to join or to leave while it is not granted."""
         self.after(self.world.random.uniform(1.0, 3.0), self._maintain)
-        self.send(self.world.random.choice(list(self.world.peers)), "hello", len(self.disk.chain))
+        self.catching_up.greet(self.world.random.choice(list(self.world.peers)))
         self._say_wish()
 
     def _say_wish(self) -> None:
-        head = self.head
+        head = self.participant.head
         member = head.member(self.name)
-        if not head.members or head.ended:
+        if not self.ready or not head.members or head.ended or head.id != self.head.id or not self.disk.has_state:
             return
         if self.leaving:
             if member is None:
@@ -477,43 +531,4 @@ class SimPeer:
 
     def _wish(self, signed: Signed[Claim] | Signed[Release]) -> None:
         self.broadcast(signed)
-        self.carry_out(self.participant.on_message(signed, self.world.now))
-
-
-class SlipPeer(SimPeer):
-    """Computes a wrong state root the first time in every round, the right one when asked again."""
-
-    honest = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._computed: set[bytes] = set()
-
-    def compute_root(self, value: VerifiedSet) -> bytes:
-        """Wrong once for each set."""
-        right = super().compute_root(value)
-        if value.id in self._computed:
-            return right
-        self._computed.add(value.id)
-        return right[::-1]
-
-
-class BrokenPeer(SimPeer):
-    """Computes state roots of its own, always: memory or arithmetic of this machine are at fault."""
-
-    honest = False
-
-    def compute_root(self, value: VerifiedSet) -> bytes:
-        """Never the right one."""
-        return next_root(self.name.encode(), value.id)
-
-
-class AmnesiacPeer(SimPeer):
-    """Loses its whole disk in every crash, and with it what it has said."""
-
-    honest = False
-
-    def go_down(self) -> None:
-        """The disk goes with the machine."""
-        super().go_down()
-        self.disk = Disk(self.world.genesis)
+        self.carry_out(self.participant.on_message(signed, self.now))

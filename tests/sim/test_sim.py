@@ -1,28 +1,41 @@
-"""The simulator in CI: schedules from seeds, bugs planted to see that the checkers see, and named situations."""
+"""The simulator in CI: schedules from seeds, their reduction, and named situations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import json
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from spes_p2p.core import members
-from spes_p2p.core.agreement import Abstain, Agreement, Halt, RootsDiffer
 from spes_p2p.core.head import Head
 from spes_p2p.core.ladder import Verdict
 from spes_p2p.core.members import Electorate
-from spes_p2p.core.rounds import Output
-from spes_protocols.messages import Ban, End, Header, Member, Prevote, Proposal, Reset, Signed, Start
+from spes_p2p.core.outputs import Abstain, Halt, RootsDiffer
+from spes_protocols.messages import Header, Member, Prevote, Proposal, Reset, Signed, Start
 from tests.sim import soak
-from tests.sim.peers import AmnesiacPeer, BrokenPeer, Disk, Entry, SimPeer, SlipPeer
+from tests.sim.disk import Entry
+from tests.sim.faulty import AmnesiacPeer, BrokenPeer, SlipPeer
+from tests.sim.options import FAULTS, Options, active, only
+from tests.sim.peers import SimPeer
+from tests.sim.planted import patched
 from tests.sim.records import ORGANIZER, START_KEY, make_claim, make_set, peer_name, seal
-from tests.sim.scenarios import build_world, draw_options, explain, join, require_progress, run_seed
-from tests.sim.world import Blobs, Options, World
+from tests.sim.scenarios import (
+    FAULTY_KINDS,
+    build_world,
+    draw_options,
+    explain,
+    failure,
+    join,
+    require_progress,
+    run_seed,
+)
+from tests.sim.shrink import shrink
+from tests.sim.world import Blobs, World
 
 CHUNK = 16
 SEEDS = 240
-PLANTED_SEEDS = 200
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
@@ -44,9 +57,10 @@ def test_a_seed_is_a_schedule() -> None:
 def test_schedules_differ_in_what_goes_wrong() -> None:
     drawn = [draw_options(seed) for seed in range(SEEDS)]
     assert {options.owners for options in drawn} >= {1, 2, 3, 4, 10}
-    assert {kind for options in drawn for kind in options.faulty} == {"liar", "broken", "slip", "amnesiac"}
-    for name in ("loss", "duplicates", "one_way_rate", "partition_rate", "crash_chance", "kills", "leaves", "joins"):
-        assert {bool(getattr(options, name)) for options in drawn} == {True, False}, name
+    assert {kind for options in drawn for kind in options.faulty} == set(FAULTY_KINDS) - {""}
+    for name, off in FAULTS.items():
+        found = {any(getattr(options, key) != value for key, value in off.items()) for options in drawn}
+        assert found == {True, False}, name
 
 
 def test_soak_reports_its_result(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,73 +71,38 @@ def test_soak_reports_its_result(capsys: pytest.CaptureFixture[str]) -> None:
     assert "publishes its contribution to round 0" in capsys.readouterr().out
 
 
-# ---- planted bugs ------------------------------------------------------------------------------------------------
+def test_soak_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = tmp_path / "state.json"
+    arguments = ["--first", "3", "--jobs", "1", "--state", str(state)]
+    assert soak.main([*arguments, "--seeds", "2"]) == 0
+    assert json.loads(state.read_text())["next"] == 5
+    assert soak.main([*arguments, "--seeds", "3"]) == 0
+    assert soak.main([*arguments, "--seeds", "3"]) == 0
+    ends = [line.rpartition(",")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("soak:")]
+    assert ends == [f"soak: {count} schedules, 0 violations" for count in (2, 3, 3)]
 
 
-def first_violation(matters: Callable[[Options], bool] = lambda _: True) -> str:
-    """The first problem in the schedules that may show a bug, or an empty string if all of them look fine."""
-    seeds = (seed for seed in range(PLANTED_SEEDS) if matters(draw_options(seed)))
-    return next((problem for seed in seeds if (problem := explain(seed))), "")
+def test_every_fault_can_be_left_out() -> None:
+    drawn = [draw_options(seed) for seed in range(SEEDS)]
+    assert set(FAULTS) <= {name for options in drawn for name in active(options)}
+    for options in drawn:
+        assert only(options, active(options)) == options
+        bare = only(options, ())
+        assert not active(bare) and (bare.owners, bare.groups) == (options.owners, options.groups)
+    with pytest.raises(ValueError, match="no such fault"):
+        only(drawn[0], ("rain",))
 
 
-def crashes(options: Options) -> bool:
-    """Whether machines stop and start again."""
-    return options.crash_chance > 0
-
-
-def test_a_dropped_lock_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter = Agreement._enter
-
-    def forget(self: Agreement, number: int, now: float) -> list[Any]:
-        self.locked_view, self.locked_id, self.valid_view, self.valid_id = -1, b"", -1, b""
-        return enter(self, number, now)
-
-    monkeypatch.setattr(Agreement, "_enter", forget)
-    assert "two commits for round" in first_violation(lambda options: options.isolate_chance > 0)
-
-
-def test_a_wrongly_counted_lease_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = members._after_round
-
-    def never_forgive(member: Member, counted: Any, refused: Any, excused: Any) -> Member:
-        row = count(member, counted, refused, excused)
-        return member if member.peer in counted else row
-
-    monkeypatch.setattr(members, "_after_round", never_forgive)
-    assert "missed" in first_violation()
-
-
-def test_a_vote_sent_before_it_is_stored_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    say = SimPeer.say
-
-    def send_first(self: SimPeer, record: Any) -> Sequence[Output]:
-        if self.honest:
-            self.broadcast(seal(record, self.name))
-        return say(self, record)
-
-    monkeypatch.setattr(SimPeer, "say", send_first)
-    assert "sent two different" in first_violation(crashes)
-
-
-def test_a_restart_that_forgets_votes_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    crash = Disk.crash
-
-    def lose(self: Disk) -> None:
-        crash(self)
-        self.votes.clear()
-
-    monkeypatch.setattr(Disk, "crash", lose)
-    assert "sent two different" in first_violation(crashes)
-
-
-def test_a_quorum_of_half_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Electorate, "is_quorum", lambda self, weight: 2 * weight > self.total)
-    assert "was closed by" in first_violation()
-
-
-def test_a_peer_with_too_many_groups_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "_would_take", lambda row, claim, group: len(row.groups) < row.wants + 1)
-    assert "groups; see" in first_violation()
+def test_a_failing_schedule_is_reduced_to_what_it_needs() -> None:
+    options = draw_options(2)
+    with patched(Electorate, "is_quorum", lambda _: lambda self, weight: 2 * weight > self.total):
+        found = shrink(options, 2)
+    assert found is not None
+    smallest, seed, problem = found
+    assert "was closed by" in problem and len(active(smallest)) < len(active(options))
+    with patched(Electorate, "is_quorum", lambda _: lambda self, weight: 2 * weight > self.total):
+        assert failure(smallest, seed) == problem
+    assert shrink(smallest, seed) is None
 
 
 # ---- situations --------------------------------------------------------------------------------------------------
@@ -267,7 +246,7 @@ def swarm_with(kinds: Sequence[type[SimPeer]], options: Options) -> World:
     peers = [kind(world, peer_name(number), f"p{number}") for number, kind in enumerate(kinds)]
     for peer in peers:
         world.after(0.0, peer.boot)
-    world.start_run([make_claim(world.genesis, peer.name) for peer in peers])
+    world.organizer.start_run([make_claim(world.genesis, peer.name) for peer in peers])
     world.run(0.0)
     return world
 
@@ -347,9 +326,14 @@ def test_the_round_halts_when_no_root_can_win_until_a_reset_goes_on() -> None:
             peer.kill()
     rows = [Member(peer=p.name, groups=(i,), wants=1) for i, p in enumerate(sound)]
     reset = Reset(
-        run_id=head.run_id, parent=head.id, round=0, state_root=head.state_root, members=members.in_order(rows)
+        run_id=head.run_id,
+        parent=head.id,
+        round=0,
+        state_root=head.state_root,
+        members=members.in_order(rows),
+        number=1,
     )
-    world.announce("opening", seal(reset, ORGANIZER))
+    world.organizer.announce("opening", seal(reset, ORGANIZER))
     assert world.run(60.0, lambda: world.newest_head().round >= 2)
     assert len(world.newest_head().electorate.owners) == 2
 
@@ -362,8 +346,8 @@ def test_a_peer_without_its_votes_abstains_when_shown_one() -> None:
     other = next(peer for peer in world.honest() if peer.head.id == head.id)
     forgetful.go_down()
     assert forgetful.head.round == 0
-    assert world.run(60.0, lambda: forgetful.head.round >= head.round)
-    now = forgetful.head
+    assert world.run(60.0, lambda: forgetful.ready and forgetful.participant.head.round >= head.round)
+    now = forgetful.participant.head
     vote = Prevote(run_id=now.run_id, epoch=now.epoch, round=now.round, view=0, value=b"\1" * 32)
     forgetful.on_network(other.name, "record", seal(vote, forgetful.name))
     assert isinstance(forgetful.notes[-1], Abstain)
@@ -376,7 +360,7 @@ def test_a_banned_peer_is_out_and_its_claims_are_refused() -> None:
     world = swarm(Options())
     reach(world, 1)
     banned = owner(world, 0)
-    world.order(Ban(run_id=world.run_id, peer=banned.name))
+    world.organizer.ban(banned.name)
     assert world.run(60.0, lambda: world.newest_head().member(banned.name) is None)
     reach(world, world.newest_head().round + 3)
     assert world.newest_head().member(banned.name) is None and world.newest_head().banned == (banned.name,)
@@ -388,8 +372,8 @@ def test_a_ban_and_an_end_at_once_both_happen() -> None:
     world = swarm(Options())
     reach(world, 1)
     banned = owner(world, 0)
-    world.order(End(run_id=world.run_id))
-    world.order(Ban(run_id=world.run_id, peer=banned.name))
+    world.organizer.end()
+    world.organizer.ban(banned.name)
     assert world.run(60.0, lambda: all(peer.head.ended for peer in world.honest()))
     assert world.newest_head().banned == (banned.name,)
     ended_at = world.newest_head().round
@@ -422,7 +406,7 @@ def test_an_emptied_run_waits_and_is_started_again() -> None:
         cursor=head.cursor,
         step=head.step,
     )
-    world.announce("opening", seal(start, START_KEY))
+    world.organizer.announce("opening", seal(start, START_KEY))
     assert world.run(60.0, lambda: watcher.head.round >= head.round + 2)
 
 

@@ -1,11 +1,12 @@
-"""Clock, network and chance of a simulated swarm: one heap of events, one generator, so a seed is a schedule.
+"""Clock, chance and machines of a simulated swarm: one heap of events, so a seed is a schedule.
 
-Peers (`tests.sim.peers`) hang their work on `World.after` and speak through `World.send`; what goes wrong is
-said by one `Options` value. Time is in simulated seconds.
+Peers (`tests.sim.peers`) hang their work on `World.after` and speak through `tests.sim.network`; what goes wrong is
+said by one `Options` value, and each kind of fault draws from a generator of its own. Time is in simulated seconds.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import random
 from collections.abc import Callable
@@ -14,67 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 from spes_p2p.core.head import Head, genesis
 from spes_p2p.core.ladder import Verdict
-from spes_p2p.core.ledger import start_record
 from spes_p2p.core.rounds import Opened
 from spes_protocols.codec import digest
 from spes_protocols.errors import RemoteError
-from spes_protocols.manifest import Manifest
-from spes_protocols.messages import Ban, Claim, End, Header, Proposal, Signed, Start
+from spes_protocols.messages import Header, Proposal, Signed
 from tests.sim.checkers import Checkers
-from tests.sim.records import ORGANIZER, forget_envelopes, make_manifest, open_set, peer_name, seal, unseal
+from tests.sim.network import INBOX_MAX, Link, Network
+from tests.sim.options import Options
+from tests.sim.organizer import Organizer
+from tests.sim.records import forget_envelopes, open_set, unseal
 
 if TYPE_CHECKING:
     from tests.sim.peers import SimPeer
 
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """A swarm and its faults. Rates are per second of the whole swarm, chances per message or per crash point."""
-
-    groups: int = 4
-    min_peers: int = 4
-    owners: int = 4
-    wants: int = 1
-    standbys: int = 0
-    standbys_want: int = 1
-    joins: int = 0
-    faulty: tuple[str, ...] = ()
-    latency_seconds: float = 0.02
-    tail_seconds: float = 0.05
-    loss: float = 0.0
-    vote_loss: float = 0.0
-    duplicates: float = 0.0
-    one_way_rate: float = 0.0
-    partition_rate: float = 0.0
-    isolate_chance: float = 0.0
-    heal_seconds_max: float = 10.0
-    crash_chance: float = 0.0
-    restart_seconds_max: float = 5.0
-    train_seconds_max: float = 3.0
-    apply_seconds_max: float = 0.1
-    kills: int = 0
-    leaves: int = 0
-    ban: bool = False
-    end: bool = False
-    fault_seconds: float = 25.0
-    lease_rounds: int = 3
-    offences_max: int = 2
-    shared_quota: int = 64
-
-    def manifest(self) -> Manifest:
-        """The manifest of this swarm's run."""
-        return make_manifest(
-            groups=self.groups,
-            min_peers=self.min_peers,
-            grace_seconds=1.0,
-            blob_seconds=2.0,
-            propose_seconds=1.0,
-            vote_seconds=0.5,
-            view_growth=1.5,
-            lease_rounds=self.lease_rounds,
-            offences_max=self.offences_max,
-            shared_quota=self.shared_quota,
-        )
+_ANY_LIFE = -1
 
 
 class Crashed(Exception):
@@ -89,54 +43,81 @@ class Blobs:
     maker: str
     shown_to: frozenset[str] | None = None
 
+    def are_shown(self, holder: str, peer: str) -> bool:
+        """Whether a peer that has them gives them to another one."""
+        return holder != self.maker or self.shown_to is None or peer in self.shown_to
+
 
 class World:
     """All peers of one schedule, and what lies between them."""
 
-    def __init__(self, options: Options, seed: int, *, trace: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, options: Options, seed: int, *, trace: Callable[[str], None] | None = None, weighs: bool = False
+    ) -> None:
         forget_envelopes()
         self.options = options
         self.manifest = options.manifest()
         self.run_id = digest(self.manifest)
         self.genesis = genesis(self.manifest, self.run_id)
-        self.random = random.Random(seed)
         self.now = 0.0
         self.faults_on = True
         self.peers: dict[str, SimPeer] = {}
         self.blobs: dict[bytes, Blobs] = {}
-        self.cut_links: set[tuple[str, str]] = set()
-        self.sides: dict[str, int] = {}
-        self.checkers = Checkers(self)
         self.events = 0
         self.changes = 0
+        self._seed = seed
         self._trace = trace
-        self._known_commits: set[bytes] = set()
+        self._chances: dict[str, random.Random] = {}
         self._queue: list[tuple[float, int, SimPeer | None, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._opening_ids: dict[bytes, bytes] = {}
         self._opened: dict[bytes, Opened | None] = {}
+        self.random = self.chance("world")
+        self.network = Network(self, weighs=weighs)
+        self.organizer = Organizer(self)
+        self.checkers = Checkers(self)
 
-    # ---- clock -------------------------------------------------------------------------------------------------
+    def chance(self, name: str) -> random.Random:
+        """The generator of one kind of fault: switching another off does not change what this one draws."""
+        if name not in self._chances:
+            self._chances[name] = random.Random(f"{self._seed} {name}")
+        return self._chances[name]
+
+    # ---- events ------------------------------------------------------------------------------------------------
 
     def after(self, seconds: float, work: Callable[..., None], *args: Any, peer: SimPeer | None = None) -> None:
-        """Do `work` later; work of a peer is forgotten when it goes down."""
+        """Do `work` later; work of a peer is forgotten when it goes down, and waits while it sleeps."""
         life = peer.life if peer is not None else 0
         heapq.heappush(self._queue, (self.now + seconds, self.events, peer, life, work, args))
+        self.events += 1
+
+    def deliver_at(self, at: float, link: Link, kind: str, content: Any) -> None:
+        """Hand a message over at some time, if its receiver is up then."""
+        event = (at, self.events, link.target, _ANY_LIFE, self._arrive, (link, kind, content))
+        heapq.heappush(self._queue, event)
+        self.events += 1
+
+    def tell(self, peer: SimPeer, sender: str, kind: str, content: Any) -> None:
+        """Hand a message over that came on no link."""
+        event = (self.now + self.options.latency_seconds, self.events, peer, _ANY_LIFE, self._hand_over)
+        heapq.heappush(self._queue, (*event, (peer, sender, kind, content)))
         self.events += 1
 
     def step(self) -> bool:
         """Let the next event happen. Returns False when there is none."""
         if not self._queue:
             return False
-        self.now, _, peer, life, work, args = heapq.heappop(self._queue)
+        self.now, order, peer, life, work, args = heapq.heappop(self._queue)
         if peer is None:
             work(*args)
-        elif peer.up and peer.life == life:
+        elif peer.wakes_at > self.now:
+            heapq.heappush(self._queue, (peer.wakes_at, order, peer, life, work, args))
+        elif life == _ANY_LIFE or life == peer.life:
             try:
                 work(*args)
             except Crashed:
                 peer.go_down()
             else:
-                self.checkers.after_step(peer)
+                if peer.up:
+                    self.checkers.after_step(peer)
         return True
 
     def run(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
@@ -154,6 +135,23 @@ class World:
         self.now = max(self.now, end)
         return until is None or until()
 
+    def _hand_over(self, peer: SimPeer, sender: str, kind: str, content: Any) -> None:
+        if peer.up:
+            peer.on_network(sender, kind, content)
+
+    def _arrive(self, link: Link, kind: str, content: Any) -> None:
+        """A message is there; a slow peer looks at it when it has done with those before."""
+        link.under_way -= 1
+        peer = link.target
+        if not peer.up:
+            return
+        seconds = peer.message_seconds
+        if not seconds or not self.faults_on:
+            peer.on_network(link.source.name, kind, content)
+        elif peer.busy_until < self.now + seconds * INBOX_MAX:
+            peer.busy_until = max(peer.busy_until, self.now) + seconds
+            self.after(peer.busy_until - self.now, peer.on_network, link.source.name, kind, content, peer=peer)
+
     def log(self, who: str, what: str) -> None:
         """One line of the trace."""
         if self._trace is not None:
@@ -169,42 +167,17 @@ class World:
         known = self.peers.get(peer)
         return known.label if known is not None else peer[8:14]
 
-    # ---- network -----------------------------------------------------------------------------------------------
+    def stop_faults(self) -> None:
+        """From here on every message arrives in time, and whoever is down comes back unless it was killed."""
+        self.faults_on = False
+        self.network.stop_faults()
+        self.log("network", "all faults end")
+        for peer in self.peers.values():
+            peer.wake()
+            if not peer.up and not peer.gone:
+                self.after(0.0, peer.boot)
 
-    def reaches(self, source: str, target: str) -> bool:
-        """Whether the link from one peer to another is whole."""
-        if (source, target) in self.cut_links:
-            return False
-        return self.sides.get(source, 0) == self.sides.get(target, 0)
-
-    def send(self, source: SimPeer, target: str, kind: str, content: Any) -> None:
-        """Send one message; it may be late, lost or doubled."""
-        options, chance = self.options, self.random
-        times = 1
-        if self.faults_on:
-            loss = options.loss
-            if options.vote_loss and kind == "record" and content.record.KIND in ("prevote", "precommit"):
-                loss = max(loss, options.vote_loss)
-            if not self.reaches(source.name, target) or (loss and chance.random() < loss):
-                return
-            if options.duplicates and chance.random() < options.duplicates:
-                times = 2
-        for _ in range(times):
-            delay = options.latency_seconds
-            if self.faults_on and options.tail_seconds:
-                delay += chance.expovariate(1 / options.tail_seconds)
-            self.after(delay, self._deliver, source.name, target, kind, content)
-
-    def _deliver(self, source: str, target: str, kind: str, content: Any) -> None:
-        peer = self.peers.get(target)
-        if peer is None or not peer.up:
-            return
-        try:
-            peer.on_network(source, kind, content)
-        except Crashed:
-            peer.go_down()
-        else:
-            self.checkers.after_step(peer)
+    # ---- what peers ask ----------------------------------------------------------------------------------------
 
     def opened(self, signed: Signed[Proposal]) -> Opened | None:
         """A proposal's content, None if it does not open; each is parsed once."""
@@ -216,95 +189,22 @@ class World:
                 self._opened[signed.raw] = None
         return self._opened[signed.raw]
 
-    # ---- blobs -------------------------------------------------------------------------------------------------
-
     def can_fetch(self, peer: SimPeer, header: Signed[Header]) -> bool:
         """Whether somebody who is up and reachable gives this peer the contribution's blobs."""
         blobs = self.blobs.get(header.id)
         if blobs is None:
             return False
-        for holder in self.peers.values():
-            if holder.up and header.id in holder.disk.blobs:
-                hidden = holder.name == blobs.maker and blobs.shown_to is not None and peer.name not in blobs.shown_to
-                if not hidden and (not self.faults_on or self.reaches(holder.name, peer.name)):
-                    return True
-        return False
+        maker = self.peers[blobs.maker]
+        return any(
+            header.id in holder.disk.blobs and self.serves(holder, peer) and blobs.are_shown(holder.name, peer.name)
+            for holder in (maker, *self.peers.values())
+        )
 
-    # ---- faults ------------------------------------------------------------------------------------------------
-
-    def schedule_faults(self) -> None:
-        """Links and partitions that come and go while faults are on."""
-        for rate, begin in (
-            (self.options.one_way_rate, self._cut_one_way),
-            (self.options.partition_rate, self._partition),
-        ):
-            if rate and len(self.peers) > 1:
-                self.after(self.random.expovariate(rate), self._recurring, rate, begin)
-
-    def _recurring(self, rate: float, begin: Callable[[], None]) -> None:
-        if self.faults_on:
-            begin()
-            self.after(self.random.expovariate(rate), self._recurring, rate, begin)
-
-    def _cut_one_way(self) -> None:
-        source, target = self.random.sample(sorted(self.peers), 2)
-        self.cut_links.add((source, target))
-        self.log("network", f"{self.label(source)} no longer reaches {self.label(target)}")
-        self.after(self._heal_seconds(), self.cut_links.discard, (source, target))
-
-    def _partition(self) -> None:
-        self.sides = {name: self.random.randrange(2) for name in self.peers}
-        other = [self.label(name) for name, side in self.sides.items() if side]
-        self.log("network", f"cut in two, on the other side {' '.join(other) or 'nobody'}")
-        self.after(self._heal_seconds(), self.sides.clear)
-
-    def maybe_isolate(self, peer: SimPeer, commit_id: bytes) -> None:
-        """The worst moment: the first peer that knows of a commit is cut off before it can tell anybody."""
-        is_first = commit_id not in self._known_commits
-        self._known_commits.add(commit_id)
-        if is_first and self.faults_on and self.random.random() < self.options.isolate_chance:
-            self.log("network", f"{peer.label} is cut off")
-            self.sides = {name: int(name == peer.name) for name in self.peers}
-            self.after(self._heal_seconds(), self.sides.clear)
-
-    def _heal_seconds(self) -> float:
-        return self.random.uniform(0.2, self.options.heal_seconds_max)
-
-    def stop_faults(self) -> None:
-        """From here on every message arrives in time, and whoever is down comes back unless it was killed."""
-        self.faults_on = False
-        self.cut_links.clear()
-        self.sides.clear()
-        self.log("network", "all faults end")
-        for peer in self.peers.values():
-            if not peer.up and not peer.gone:
-                self.after(0.0, peer.boot)
-
-    # ---- organizer ---------------------------------------------------------------------------------------------
-
-    def start_run(self, claims: list[Signed[Claim]]) -> Signed[Start]:
-        """The organizer signs the first table and tells everybody, again and again."""
-        start = seal(start_record(self.manifest, self.genesis, claims), ORGANIZER)
-        self.announce("opening", start)
-        return start
-
-    def order(self, record: Ban | End) -> None:
-        """The organizer gives an order; everybody hears of it."""
-        self.log("organizer", f"{record.KIND} {self.label(record.peer) if isinstance(record, Ban) else ''}")
-        self.announce("record", seal(record, ORGANIZER))
-
-    def opening_id(self, opening: Signed[Any]) -> bytes:
-        """The digest of an opening record."""
-        if opening.raw not in self._opening_ids:
-            self._opening_ids[opening.raw] = digest(opening.record)
-        return self._opening_ids[opening.raw]
-
-    def announce(self, kind: str, signed: Signed[Any], times: int = 5) -> None:
-        """Tell every peer something from outside the swarm, several times as peers may be down."""
-        for name in self.peers:
-            self.after(self.options.latency_seconds, self._deliver, peer_name(0), name, kind, signed)
-        if times > 1:
-            self.after(3.0, self.announce, kind, signed, times - 1)
+    def serves(self, holder: SimPeer, peer: SimPeer) -> bool:
+        """Whether a transfer from one peer to another can go on."""
+        if not holder.up or holder.wakes_at > self.now or holder is peer:
+            return False
+        return not self.faults_on or self.network.reaches(holder.name, peer.name)
 
     # ---- what checkers and scenarios ask -----------------------------------------------------------------------
 
@@ -313,18 +213,32 @@ class World:
         return [peer for peer in self.peers.values() if peer.honest and not peer.gone]
 
     def newest_head(self) -> Head:
-        """The head of the honest peer that has come furthest."""
-        heads = (peer.head for peer in self.peers.values() if peer.honest)
-        return max(heads, key=lambda head: (head.round, bool(head.epoch)))
+        """The head of the honest peer that has come furthest, of those who have not left for good if there are any."""
+        peers = self.honest() or [peer for peer in self.peers.values() if peer.honest]
+        return max((peer.head for peer in peers), key=lambda head: (head.resets, head.round, bool(head.epoch)))
+
+    @functools.cached_property
+    def faulty(self) -> frozenset[str]:
+        """Those who do not keep to the rules; all of them are there from the beginning."""
+        return frozenset(peer.name for peer in self.peers.values() if not peer.honest)
 
     def is_in_model(self, head: Head) -> bool:
         """Whether less than a third of the votes are faulty, which is what all promises rest on."""
-        faulty = [peer.name for peer in self.peers.values() if not peer.honest]
         electorate = head.electorate
-        return 3 * electorate.weight(faulty) < electorate.total or not faulty
+        return not self.faulty or not electorate.total or 3 * electorate.weight(self.faulty) < electorate.total
 
-    def can_progress(self, head: Head) -> bool:
-        """Whether the honest peers that are there hold a quorum."""
-        electorate = head.electorate
-        there = [peer.name for peer in self.honest() if not peer.leaving]
-        return not head.ended and self.is_in_model(head) and electorate.is_quorum(electorate.weight(there))
+    def patience_seconds(self, head: Head) -> float | None:
+        """How long the honest peers that are there wait before they can close a round; None if they never can.
+
+        A quorum closes it at once, a majority after `stall_seconds`. A few do after `lease_seconds`, where the run goes
+        on then; but a faulty peer may hold them up, as each of them must agree (SPEC 5.12).
+        """
+        rules, electorate = self.manifest.rounds, head.electorate
+        there = electorate.weight(peer.name for peer in self.honest() if not peer.leaving)
+        if head.ended or not there or not self.is_in_model(head):
+            return None
+        if electorate.is_quorum(there):
+            return 0.0
+        if electorate.is_majority(there):
+            return rules.stall_seconds
+        return rules.lease_seconds if rules.on_majority_loss == "continue" and not self.faulty else None
