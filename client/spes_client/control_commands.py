@@ -159,7 +159,7 @@ def _summary(status: StatusReply) -> RenderableType:
         ("organizer", status.organizer),
         ("me", status.peer_id),
         ("round", f"{status.round} {status.phase}{steps}{doing}"),
-        *((("waiting", status.waiting),) if status.waiting else ()),
+        *((("", status.waiting),) if status.waiting else ()),
         ("state root", status.state_root),
         ("loss", f"{status.loss:.4f} nats per token" if status.loss else "–"),
         ("speed", f"{status.tokens_per_second:.0f} tokens/s"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import tempfile
 import time
@@ -37,11 +38,14 @@ from spes_protocols.requests import (
     HELLO,
     MANIFEST,
     PUSH,
+    SNAPSHOTS,
     ClaimsReply,
     HelloReply,
+    SnapshotsReply,
 )
 
 CALL_SECONDS = 20.0
+STATES_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,10 @@ async def run_reset(raw: bytes, identity: Identity, peers: Sequence[str], *, com
         taken = await visit.push(reset)
         whom = f"{counted(len(members), 'member')}, {counted(sum(bool(m.groups) for m in members), 'owner')}"
         then = "; volunteers may join now, and `spes run start` goes on" if nobody else ""
+        states = await _states(visit)
+        if before.round and before.round not in states:
+            held = ", ".join(map(str, sorted(states)[-STATES_NAMED:])) or "none"
+            then += f"; no peer here has the state of round {before.round} (held: {held}), it has to be computed again"
         return f"reset {reset.number}: the run goes on from round {before.round} with {whom}; {taken}{then}"
 
 
@@ -233,6 +241,18 @@ async def _answering(visit: _Visit, peers: Sequence[str]) -> set[str]:
 
     there = await asyncio.gather(*(answers(peer) for peer in peers))
     return {peer for peer, is_there in zip(peers, there, strict=True) if is_there}
+
+
+async def _states(visit: _Visit) -> set[int]:
+    """The rounds whose states somebody here serves."""
+
+    async def ask(peer: str) -> Sequence[int]:
+        with contextlib.suppress(NetworkError, RemoteError):
+            answer = await visit.transport.call(peer, SNAPSHOTS, b"", timeout_seconds=CALL_SECONDS)
+            return decode(SnapshotsReply, answer, peer=peer).rounds
+        return ()
+
+    return set(itertools.chain.from_iterable(await asyncio.gather(*(ask(peer) for peer in visit.peers))))
 
 
 async def _claims(visit: _Visit) -> list[Signed[Claim]]:

@@ -292,7 +292,8 @@ class Peer:
                         return
                     continue
                 except NetworkError as error:
-                    self.note(f"{error}; trying again")
+                    held = ", ".join(map(str, self.states.rounds()[-2:])) or "none"
+                    self.note(f"{error}; trying again (states here: {held})")
             await asyncio.sleep(2.0)
             await self.contacts.hello_all()
 

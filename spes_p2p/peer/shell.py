@@ -256,7 +256,7 @@ class Shell:
                 )
                 self._start(self._apply(output.value))
             case Relented():
-                self._log(f"round {self._chain.head.round}: {_RELENTED[output.leniency]}")
+                self._events.noted(f"round {self._chain.head.round}: {_RELENTED[output.leniency]}")
             case Doubled():
                 who = output.first.signer
                 self._log(f"{who} has said two different things in one place; the next commit takes its groups")

@@ -20,12 +20,14 @@ def waiting(participant: Participant, waited_seconds: float, now: float) -> str:
         return ""
     away = [o for o in electorate.owners if o != participant.me and not participant.patience.is_there(o, now)]
     here = electorate.total - electorate.weight(away)
-    present = f"owners of {here} of {electorate.total} groups are here"
-    if electorate.is_majority(here):
+    if not away:
         late = [owner for owner in electorate.owners if owner not in participant.headers]
-        whom = f"owners {_names(away)}" if away else f"contributions of {_names(late)}" if late else "votes"
-        return f"waiting for {whom}; {present}, enough to go on without the others"
-    needs = f"needs more than half of {electorate.total} groups, and {present}"
+        whom = f"contributions of {_names(late)}" if late else "votes"
+        return f"waiting for {whom}: owners of all {electorate.total} groups take part"
+    if electorate.is_majority(here):
+        enough = f"owners of {here} of {electorate.total} groups take part, enough to go on without the others"
+        return f"waiting for owners {_names(away)}: {enough}"
+    needs = f"needs more than half of {electorate.total} groups, and owners of {here} take part"
     if rules.on_majority_loss == "continue":
         left = max(0.0, rules.lease_seconds - participant.patience.waited_seconds)
         needs += f"; goes on without in {left:.0f} s" if left else "; goes on without as soon as those here agree"
