@@ -19,7 +19,7 @@ from spes_protocols.codec import decode, sha256
 from spes_protocols.errors import IntegrityError, UserError
 from spes_protocols.messages import ProposedSet, Sealed
 
-_VERSION = 1
+_VERSION = 2
 _BUSY_SECONDS = 30.0
 _ABANDONED_MAX = 4096
 
