@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ def test_what_is_logged_stands_in_the_file(tmp_path: Path) -> None:
     with logging_to(tmp_path / "log"):
         log.warning("the line %d", 7)
     log.warning("after it")
-    assert (tmp_path / "log").read_text().endswith("WARNING spes_p2p.a_test: the line 7\n")
+    # hivemind, where some other test has imported it, calls the level WARN.
+    assert re.search(r" WARN(ING)? spes_p2p\.a_test: the line 7\n\Z", (tmp_path / "log").read_text())
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
