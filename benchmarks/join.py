@@ -131,7 +131,7 @@ def _run(folder: Path) -> Any:
 
 def _join(swarm: Any, holders: list[Any], address: str, line: Any, mbits: float, *, slow: bool) -> Joined:
     begun = time.monotonic()
-    newcomer = swarm.volunteer(f"newcomer{mbits:g}", address, side=line)
+    newcomer = swarm.volunteer(f"newcomer{len(swarm.programs)}", address, side=line)
     newcomer.wait_line("read .* records of the ledger", seconds=SECONDS_MAX)
     fetching = time.monotonic() - begun
     newcomer.wait_line("up to date", seconds=SECONDS_MAX)
