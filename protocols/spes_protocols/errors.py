@@ -27,6 +27,10 @@ class UserError(SpesError):
     exit_code = 2
 
 
+class DiskFullError(UserError):
+    """No room on this machine's disk: what failed may be tried again, for somebody may be making room."""
+
+
 class SchemaError(UserError):
     """A value in a record or a TOML file that the schema does not allow.
 

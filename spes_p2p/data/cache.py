@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from spes_protocols.errors import UserError
+from spes_protocols.errors import DiskFullError, UserError
 
 _POLL_SECONDS = 0.05
 _TRIES = 3
@@ -167,7 +167,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"disk full while writing {path}: free some space, then start again") from error
+            raise DiskFullError(f"disk full while writing {path}: free some space, then start again") from error
         raise UserError(f"cannot use {path}: {error.strerror or error}; check the directory and its rights") from error
 
 

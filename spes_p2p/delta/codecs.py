@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from spes_p2p.core.tensors import TensorSpec
 from spes_p2p.delta.numeric import FloatArray, integer_exponent, magnitude, pieces
-from spes_protocols.errors import RemoteError, UserError
+from spes_protocols.errors import DiskFullError, RemoteError
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -356,5 +356,5 @@ def _atomic_file(path: Path) -> Iterator[BinaryIO]:
             os.close(directory)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"disk full while writing {path}: free some space and start again") from None
+            raise DiskFullError(f"disk full while writing {path}: free some space and start again") from None
         raise

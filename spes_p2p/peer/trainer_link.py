@@ -33,7 +33,11 @@ LOOK_SECONDS = 1.0
 LOG_BYTES_MAX = 8 * 1024 * 1024
 """A log of the trainer longer than this is begun anew at its next start."""
 
+DISK_FULL_SECONDS_MAX = 10.0
+"""The longest pause where the disk is full: whoever makes room does not want to wait a minute for it to be noticed."""
+
 EXIT_USAGE = 2
+EXIT_DISK_FULL = 74
 EXIT_OUT_OF_MEMORY = 75
 FAILURES_MAX = 3
 """A trainer that has ended so often before its first round will not get there."""
@@ -228,7 +232,8 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
                 self._micro_batch = max(1, self._sequences_at_once // 2)
                 problem = f"out of memory; going on with micro-batch {self._micro_batch}"
             self._sent = None
-            pause_seconds = min(RESTART_SECONDS_MIN * 2 ** (self._failures - 1), RESTART_SECONDS_MAX)
+            longest_seconds = DISK_FULL_SECONDS_MAX if code == EXIT_DISK_FULL else RESTART_SECONDS_MAX
+            pause_seconds = min(RESTART_SECONDS_MIN * 2 ** (self._failures - 1), longest_seconds)
             self._log(f"trainer: {problem}; starting it again in {pause_seconds:.0f} s")
             self._on_change()
             self._wake.clear()
@@ -251,8 +256,11 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
             ending.cancel()
 
     def _is_hopeless(self, code: int) -> bool:
-        """Whether the same would happen again: what was never able to train is for the person at the machine."""
-        if self._rounds_done:
+        """Whether the same would happen again: what was never able to train is for the person at the machine.
+
+        A full disk ends nothing: it may have been full when this peer came back, with groups that others count on.
+        """
+        if self._rounds_done or code == EXIT_DISK_FULL:
             return False
         too_large = code == EXIT_OUT_OF_MEMORY and self._sequences_at_once == 1
         return code == EXIT_USAGE or too_large or self._failures >= FAILURES_MAX

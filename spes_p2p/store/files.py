@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from spes_protocols.errors import UserError
+from spes_protocols.errors import DiskFullError, UserError
 
 _TEMPORARY_PREFIX = ".new-"
 _COPY_BYTES = 1024 * 1024
@@ -67,7 +67,9 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise UserError(f"disk full while writing {path}: free some space and run the same command again") from None
+            raise DiskFullError(
+                f"disk full while writing {path}: free some space and run the same command again"
+            ) from None
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR):
             raise UserError(f"cannot write {path}: {error.strerror}; give another --dir") from None
         if error.errno == errno.EIO:
@@ -79,7 +81,7 @@ def require_space(directory: Path, bytes_needed: int) -> None:
     """Raise `UserError` now if `bytes_needed` would not fit on the disk of `directory`."""
     bytes_free = shutil.disk_usage(directory).free
     if bytes_needed > bytes_free:
-        raise UserError(
+        raise DiskFullError(
             f"disk full: {directory} needs {bytes_needed / 2**20:.1f} MiB but {bytes_free / 2**20:.1f} MiB are free; "
             "free some space and run the same command again"
         )

@@ -1,6 +1,6 @@
 """`python -m spes_p2p.train`: the trainer as the peer starts it. Not a command for people.
 
-Exit codes: 0 the peer said stop or is gone; 75 out of memory; 2 data or environment; 1 anything else.
+Exit codes: 0 the peer said stop or is gone; 75 out of memory; 74 disk full; 2 data or environment; 1 anything else.
 """
 
 from __future__ import annotations

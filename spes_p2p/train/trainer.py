@@ -33,10 +33,13 @@ from spes_p2p.train.link import Link
 from spes_p2p.train.loop import RoundPlan, RoundResult, StepReport, train_round
 from spes_p2p.train.state import Pending, load_state, save_state
 from spes_protocols import control_pb2 as pb
-from spes_protocols.errors import SpesError, UserError
+from spes_protocols.errors import DiskFullError, SpesError, UserError
 from spes_protocols.messages import SHARED, group_section
 
 EXIT_FAULT = 1
+
+EXIT_DISK_FULL = 74
+"""Exit code where the disk took no more: the peer tries again, for there may be room in a moment."""
 
 EXIT_MEMORY = 75
 """Exit code after running out of memory: the peer starts the trainer again with a smaller micro-batch."""
@@ -84,6 +87,8 @@ def describe(error: Exception) -> tuple[str, int]:
     line = " ".join(str(error).split())[:500]
     if _is_out_of_memory(error):
         return f"out of memory: {line}", EXIT_MEMORY
+    if isinstance(error, DiskFullError):
+        return line, EXIT_DISK_FULL
     if isinstance(error, SpesError):
         return line, error.exit_code
     return f"{type(error).__name__}: {line}", EXIT_FAULT
@@ -295,6 +300,8 @@ class Trainer:
 def _reading_data() -> Iterator[None]:
     try:
         yield
+    except DiskFullError:
+        raise
     except SpesError as error:
         raise DataError(str(error)) from error
 

@@ -24,9 +24,9 @@ from spes_p2p.model.optim import Moments, make_adamw, moments_of
 from spes_p2p.store.rundir import RunDir
 from spes_p2p.train.loop import RoundPlan, train_round
 from spes_p2p.train.state import TrainerState, load_state
-from spes_p2p.train.trainer import EXIT_MEMORY, DataError, Options, describe, work
+from spes_p2p.train.trainer import EXIT_DISK_FULL, EXIT_MEMORY, DataError, Options, describe, work
 from spes_protocols import control_pb2 as pb
-from spes_protocols.errors import UserError
+from spes_protocols.errors import DiskFullError, UserError
 from tests.unit.model_support import GROUPS, MODEL
 from tests.unit.train_support import EPOCH, EVENT_SECONDS, FakePeer, make_run, round_task, start_trainer, write_state
 
@@ -323,7 +323,8 @@ def test_a_global_state_that_is_damaged(
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "out of memory", EXIT_MEMORY),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling x"), "out of memory", EXIT_MEMORY),
         (DataError("shard x is gone"), "shard x", 2),
-        (UserError("disk full"), "disk full", 2),
+        (DiskFullError("disk full while writing x"), "disk full", EXIT_DISK_FULL),
+        (UserError("no CUDA device"), "no CUDA device", 2),
         (KeyError("model.norm.weight"), "KeyError: ", 1),
     ],
 )
