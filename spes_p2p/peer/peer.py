@@ -298,7 +298,7 @@ class Peer:
             await self.contacts.hello_all()
 
     async def _come_to_state(self) -> None:
-        """Have the state that an opening goes on from: a reset may name one that was removed here long ago."""
+        """Have the state of the head: a reset may name one that went long ago, or this machine computed another."""
         await self._catch_up()
         if self.trainer is not None:
             self.trainer.refresh()
@@ -385,7 +385,10 @@ class Peer:
         if step is not None and step.opening is not None:
             await self._drop_other_states()
             self._say(status.opening_line(step))
-            self._spawn(self._come_to_state())
+        if step is not None and self.options.computes and not self._is_over():
+            head = self.chain.head
+            if not self.syncer.has_state(head.round, head.state_root):
+                self._spawn(self._come_to_state())
         try:
             await asyncio.to_thread(self.retention.tidy)
         except SpesError as error:

@@ -363,12 +363,19 @@ class Shell:
                     agrees = not self._computes or await self._have_state(step)
                     self._chain.append(step)
                     if not agrees:
-                        await self._syncer.snapshot_at(step.after.round)
+                        await self._take_agreed_state(step.after.round)
                     await self.moved(step)
                 return
             except SpesError as error:
                 self._log(f"round {output.body.round} is agreed on, but cannot be stored here yet: {error}")
                 await asyncio.sleep(RETRY_SECONDS)
+
+    async def _take_agreed_state(self, round_number: int) -> None:
+        """The state that the others computed. The round is closed without it; the peer comes back to it."""
+        try:
+            await self._syncer.snapshot_at(round_number)
+        except SpesError as error:
+            self._log(f"the agreed state of round {round_number} is not here yet: {error}")
 
     async def _have_state(self, step: Step) -> bool:
         """S_{r+1} as agreed: ours if it has that root, else applied now. False if another root comes out."""
