@@ -205,7 +205,22 @@ def _sorted(plain: Any) -> Any:
 
 def encode(record: Any) -> bytes:
     """Canonical bytes of a record (SPEC 1.1)."""
-    return pack(to_plain(record))
+    packed: bytes = msgpack.packb(_canonical(record), use_bin_type=True)
+    return packed
+
+
+def _canonical(value: Any) -> Any:
+    """A record as `pack` would order it, in one walk: every vote and header is encoded, by everybody."""
+    if isinstance(value, tuple):
+        return [_canonical(item) for item in value]
+    names = _sorted_names(type(value))  # type: ignore[arg-type]
+    return value if names is None else {name: _canonical(getattr(value, name)) for name in names}
+
+
+@functools.cache
+def _sorted_names(cls: type) -> tuple[str, ...] | None:
+    """A record's fields in ascending order, None for any other type."""
+    return tuple(sorted(f.name for f in dataclasses.fields(cls))) if dataclasses.is_dataclass(cls) else None
 
 
 def digest(record: Any) -> bytes:
