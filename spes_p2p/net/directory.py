@@ -214,7 +214,12 @@ class Directory:
         while True:
             assert self._p2p is not None and self._node is not None
             control = self._p2p._client.control
-            await asyncio.wait([control._read_task, control._write_task], return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait(
+                [control._read_task, control._write_task], return_when=asyncio.FIRST_COMPLETED
+            )  # fmt: skip
+            for task in ended:  # asked here, or asyncio tells the log, with a traceback
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    log.debug("the directory's connection to the network daemon: %r", error)
             await self._p2p.shutdown()
             while True:
                 try:
@@ -225,7 +230,7 @@ class Directory:
                         async with asyncio.timeout(_ATTACH_SECONDS):
                             await self._node.protocol.add_p2p_handlers(self._p2p, handlers)
                     break
-                except (NetworkError, TimeoutError, P2PDaemonError) as error:
+                except (NetworkError, TimeoutError, OSError, asyncio.IncompleteReadError, P2PDaemonError) as error:
                     log.debug("attaching the directory: %r", error)
                     await asyncio.sleep(_RETRY_SECONDS)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -204,7 +205,16 @@ async def test_the_directory_outlives_its_daemon(net: Net) -> None:
     await until(lambda: second.transport.daemon.last_peers)
     pid = second.transport.daemon.pid
     assert pid is not None
+    # What it has not read yet is lost with it, so its connections are reset, not closed.
+    unheard: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(str(context)))
+    os.kill(pid, signal.SIGSTOP)
+    publishing = asyncio.create_task(second.dht.publish(KEY, b"unread", 600))
+    for _ in range(100):  # until it has been written to the daemon
+        await asyncio.sleep(0)
     os.kill(pid, signal.SIGKILL)
+    await asyncio.wait([publishing])
+    publishing.exception()
     await until(lambda: second.transport.daemon.restarts == 1)
 
     async def works_again() -> bool:
@@ -216,6 +226,8 @@ async def test_the_directory_outlives_its_daemon(net: Net) -> None:
         return sorted(found) == [b"back", b"kept in memory"]
 
     await until(works_again, 25)
+    gc.collect()
+    assert [line for line in unheard if "never retrieved" in line] == []
 
 
 @net_test
