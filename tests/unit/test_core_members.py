@@ -19,6 +19,7 @@ from spes_p2p.core.members import (
     in_order,
     next_members,
     opening_members,
+    reset_members,
 )
 from spes_protocols.codec import digest
 from spes_protocols.errors import RemoteError
@@ -108,6 +109,21 @@ def test_opening_gives_everybody_a_group_before_anybody_a_second() -> None:
     assert sum(owned.values()) == 6 and owned[E] == 0
     assert min(owned[p] for p in (A, B, C, D)) == 1
     assert table == opening_members(manifest, claims[::-1], head.id, 0)
+
+
+def test_a_reset_gives_what_the_absent_owned_to_those_who_are_there() -> None:
+    manifest = make_manifest(groups=4)
+    head = four(manifest, Member(peer=E, wants=1, missed=2))
+    claims = [make_claim(head, F, 1)]
+    members = reset_members(manifest, [m for m in head.members if m.peer in (A, E)], claims, head.id, head.round)
+    check_table(manifest, members)
+    table = {member.peer: member for member in members}
+    assert table[A].groups == (0,)
+    assert table[E].groups and table[F].groups and not table[E].missed
+    assert table[F].admitted == head.round
+    only = reset_members(manifest, [], claims, head.id, head.round)
+    assert [(m.peer, len(m.groups)) for m in only] == [(F, 1)]
+    assert reset_members(manifest, [], [], head.id, head.round) == ()
 
 
 def test_a_vacant_group_goes_by_age_then_by_lot() -> None:

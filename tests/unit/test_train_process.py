@@ -191,7 +191,7 @@ def test_kill_9_after_a_round(run: RunDir, peer: FakePeer, start: Start) -> None
 
 
 def test_outcomes_and_a_change_of_groups(run: RunDir, peer: FakePeer, tmp_path: Path) -> None:
-    states = [write_state(run, number) for number in range(4)]
+    states = [write_state(run, number) for number in range(6)]
     tasks = [
         round_task(run, 0, [0], steps=1),
         round_task(
@@ -199,6 +199,8 @@ def test_outcomes_and_a_change_of_groups(run: RunDir, peer: FakePeer, tmp_path: 
         ),
         round_task(run, 2, [2], steps=1),
         round_task(run, 3, [2], steps=1, has_outcome=True, outcome_round=2, outcome=pb.REFUSED),
+        round_task(run, 4, [2], steps=1, has_outcome=True, outcome_round=3, outcome=pb.MISSED, fresh=[2]),
+        round_task(run, 5, [2], steps=1, has_outcome=True, outcome_round=4, outcome=pb.ABANDONED),
     ]
     after: list[TrainerState] = []
     done: list[pb.RoundDone] = []
@@ -230,9 +232,20 @@ def test_outcomes_and_a_change_of_groups(run: RunDir, peer: FakePeer, tmp_path: 
     assert_equal(pick(after[2].residuals, SHARED_NAMES), e)
 
     # Round 2 is refused: the owner goes on from the ledger's weights, e stays.
-    weights_3, _ = trained(run, tasks[3], states[3], moments_2)
+    weights_3, moments_3 = trained(run, tasks[3], states[3], moments_2)
     assert_equal(pick(after[3].residuals, group_names(2)), minus(pick(weights_3, group_names(2)), states[3]))
     assert_equal(pick(after[3].residuals, SHARED_NAMES), e)
+
+    # The group was lost and regained meanwhile: its owner begins with the ledger's weights and without moments.
+    weights_4, _ = trained(run, tasks[4], states[4], {name: moments_3[name] for name in SHARED_NAMES})
+    assert_equal(pick(after[4].residuals, group_names(2)), minus(pick(weights_4, group_names(2)), states[4]))
+    assert_equal(pick(after[4].residuals, SHARED_NAMES), e)
+
+    # The ledger went back: everything begins anew.
+    weights_5, _ = trained(run, tasks[5], states[5], {})
+    assert_equal(pick(after[5].residuals, group_names(2)), minus(pick(weights_5, group_names(2)), states[5]))
+    assert all(not after[5].residuals[name].any() for name in SHARED_NAMES)
+    assert all(moments.steps == 1 for moments in after[5].moments.values())
 
 
 @pytest.mark.processes
