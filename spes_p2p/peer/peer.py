@@ -39,6 +39,7 @@ from spes_p2p.peer.retention import Retention
 from spes_p2p.peer.service import Service
 from spes_p2p.peer.shell import Shell
 from spes_p2p.peer.sync import Syncer
+from spes_p2p.peer.tasks import to_the_end
 from spes_p2p.peer.trainer_link import TrainerLink
 from spes_p2p.peer.worker import Worker
 from spes_p2p.store.chain import Chain, Step
@@ -170,7 +171,7 @@ class Peer:
             await self.outbox.flush(5.0)
             await self._see_off()
         finally:
-            await self.close()
+            await to_the_end(self.close())  # a second signal may come while it ends
         if self.failure is not None:
             raise self.failure
 
