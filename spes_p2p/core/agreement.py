@@ -438,10 +438,11 @@ class Agreement:
             return []
         claimed = view.proposal.record.valid_view
         if claimed >= 0:
-            proved = self._has_polka(claimed, value_id) or self._has_polka(claimed, value.core_id)
-            if claimed >= self.view or not proved:
+            by_itself = self._has_polka(claimed, value_id)
+            if claimed >= self.view or not (by_itself or self._has_polka(claimed, value.core_id)):
                 return []
-            free = self.locked_view <= claimed or self._is_open_to(value)
+            # The same quorum that proves a set in whose place another is to come may have decided it in that view.
+            free = self.locked_view < claimed + by_itself or self._is_open_to(value)
         else:
             free = self.locked_view == -1 or self._is_open_to(value)
         return self._say_prevote(value_id if valid and free else NIL)

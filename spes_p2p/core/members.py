@@ -50,16 +50,15 @@ class Electorate:
         """What votes for one set amount to (SPEC 5.12).
 
         `agreeing` is the weight of all of them, `consenting` are those who would go on without a quorum. A set that
-        drops owners has only consenting votes. Without a majority all who are kept must agree.
+        drops owners has only consenting votes. Where no majority is kept all who are kept must agree, and whoever else
+        does, it is one of a few: those who are locked on the set in whose place it stands may vote for it.
         """
-        weight = self.weight(consenting)
+        weight, kept = self.weight(consenting), self.kept(dropped)
+        if dropped and not self.is_majority(self.weight(kept)):
+            return Strength.ANY if kept and set(kept).issubset(consenting) else Strength.NONE
         if self.is_quorum(weight if dropped else agreeing):
             return Strength.FINAL
-        if self.is_majority(weight):
-            return Strength.MAJORITY
-        if dropped and (kept := self.kept(dropped)) and set(kept).issubset(consenting):
-            return Strength.ANY
-        return Strength.NONE
+        return Strength.MAJORITY if self.is_majority(weight) else Strength.NONE
 
     def weight(self, peers: Iterable[str]) -> int:
         """Votes of a set of peers; peers without groups weigh nothing."""

@@ -302,12 +302,14 @@ class Participant:
             and (base is not None or peer in self.headers or peer in self._offers)
         }
         weight = self._electorate.weight(kept)
+        has_majority = self._electorate.is_majority(weight)
+        already = () if base is None else base.value.dropped
+        if base is not None and has_majority:
+            return already  # those who are locked on it take no other that keeps a majority
         if self._electorate.is_quorum(weight):
             return ()
-        needed = Leniency.MAJORITY if self._electorate.is_majority(weight) else Leniency.ANY
-        if not kept or self.agreement.leniency < needed:
+        if not kept or self.agreement.leniency < (Leniency.MAJORITY if has_majority else Leniency.ANY):
             return None
-        already = () if base is None else base.value.dropped
         return tuple(
             sorted(
                 group
