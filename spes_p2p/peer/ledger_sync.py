@@ -20,7 +20,7 @@ from spes_p2p.net.transport import Transport
 from spes_p2p.peer.sync import CALL_SECONDS, Report
 from spes_p2p.store.chain import Branch, Chain, Step
 from spes_protocols.codec import decode, encode
-from spes_protocols.errors import RemoteError
+from spes_protocols.errors import NetworkError, RemoteError
 from spes_protocols.requests import CHAIN, ChainEntry, ChainReply, ChainRequest
 
 LEDGER_SECONDS = 60.0
@@ -62,26 +62,31 @@ class LedgerReader:
     async def read(self, peer: str) -> Read:
         """Append what `peer` has beyond our head, or adopt its branch if that is better.
 
-        Raises `NetworkError`, `RemoteError`; what was appended before stays.
+        Raises `NetworkError`, `RemoteError` if nothing came before; what did is kept, and said.
         """
         came, taken_back, waited = 0, 0, 0.0
         while waited < LEDGER_SECONDS:
-            asked = time.monotonic()
-            reply = await self._part(peer, self._chain.known())
-            waited += time.monotonic() - asked
-            entries = self._unknown(reply)
-            if not entries:
-                break
-            position = reply.first + len(reply.entries) - len(entries)
-            if position < self._chain.length:
-                branch = await self._branch(peer, position, reply, entries)
-                if branch is None:
+            try:
+                asked = time.monotonic()
+                reply = await self._part(peer, self._chain.known())
+                waited += time.monotonic() - asked
+                entries = self._unknown(reply)
+                if not entries:
                     break
-                taken_back += self._chain.length - position
-                self._chain.adopt(branch.steps)
-                came += len(branch.steps)
-            else:
-                came += await self._append(entries, reply.length)
+                position = reply.first + len(reply.entries) - len(entries)
+                if position < self._chain.length:
+                    branch = await self._branch(peer, position, reply, entries)
+                    if branch is None:
+                        break
+                    taken_back += self._chain.length - position
+                    self._chain.adopt(branch.steps)
+                    came += len(branch.steps)
+                else:
+                    came += await self._append(entries, reply.length)
+            except (NetworkError, RemoteError):
+                if not came:
+                    raise
+                break
         return Read(came, taken_back)
 
     async def compare(self, peer: str) -> Answer:
@@ -126,8 +131,13 @@ class LedgerReader:
 
     async def _append(self, entries: tuple[ChainEntry, ...], length: int) -> int:
         for number, entry in enumerate(entries):
-            # Only the first one is about the round in which we take part.
-            step = self._chain.check(entry.kind, entry.data) if number else self._check_next(entry)
+            try:
+                # Only the first one is about the round in which we take part.
+                step = self._chain.check(entry.kind, entry.data) if number else self._check_next(entry)
+            except RemoteError:
+                if not number:
+                    raise
+                return number  # those before it are good
             self._chain.append(step)
             self._report("reading the ledger", self._chain.length / max(length, 1))
             await asyncio.sleep(0)

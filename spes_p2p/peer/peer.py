@@ -272,7 +272,6 @@ class Peer:
 
     async def _catch_up(self, first: bool = False) -> None:
         """Ledger from those who are ahead, then the state; retries as long as nobody can help."""
-        has_moved = first
         while True:
             # Asked outside the lock, which our own commits need: anybody can say that it is ahead, and then be silent.
             peer = await self._ahead.someone(everybody=first)
@@ -281,13 +280,11 @@ class Peer:
                 while peer is not None:
                     came += await self._ledger_from(peer)
                     peer = await self._ahead.someone(everybody=True) if first else None
-                has_moved = has_moved or came > 0
                 try:
                     if self.options.computes and not self._is_over():
                         await self.syncer.state()
-                    if has_moved:
+                    if first or self._lags():
                         await self.shell.moved(None)
-                        has_moved = False
                     self._report("", -1.0)
                     if first or not came:
                         return
@@ -297,6 +294,10 @@ class Peer:
                     self.note(f"{error}; trying again (states here: {held})")
             await asyncio.sleep(2.0)
             await self.contacts.hello_all()
+
+    def _lags(self) -> bool:
+        """Whether the round is not yet that of the ledger here: a full disk, say, had kept its state away."""
+        return self.chain.head.id != self.shell.participant.head.id
 
     async def _come_to_state(self) -> None:
         """Have the state of the head: a reset may name one that went long ago, or this machine computed another."""
@@ -341,10 +342,10 @@ class Peer:
             while not self._behind.empty():
                 self._behind.get_nowait()
             await self.contacts.hello_soon(peer)
-            if self._ahead.may_be(peer):
+            if self._ahead.may_be(peer) or self._lags():
                 # A peer that has just committed is ahead for a moment; our own commit is under way then.
                 await asyncio.sleep(0.5)
-                if self._ahead.may_be(peer):
+                if self._ahead.may_be(peer) or self._lags():
                     try:
                         await self._catch_up()
                     except SpesError as error:  # a full disk, say: whoever speaks of a later round wakes us again

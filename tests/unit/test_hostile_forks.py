@@ -1,0 +1,69 @@
+"""Ledgers of liars: broken off, endless, padded, or written long afterwards with old keys (SPEC 5.13)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.peer.peer import Peer
+from spes_protocols.codec import decode, encode
+from spes_protocols.errors import IntegrityError, UserError
+from spes_protocols.requests import CHAIN, HELLO, ChainEntry, ChainReply, ChainRequest
+from tests.unit.hostile_support import MemoryTransport
+from tests.unit.log_support import ADA, BOB, EVE, RunLog
+from tests.unit.test_hostile_peer import CARL, presence, serve, with_peer
+
+# ---- a round that goes on -----------------------------------------------------------------------------------------
+
+
+def test_a_ledger_that_goes_wrong_after_a_good_record_leaves_nobody_in_the_last_round(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "log")
+    log.start([log.claim(ADA), log.claim(BOB)])
+
+    async def test(peer: Peer, network: dict[str, MemoryTransport]) -> None:
+        async def good_then_bad(sender: str, request: bytes) -> bytes:
+            first = log.chain.common(decode(ChainRequest, request).known)
+            entries = [ChainEntry(kind=kind, data=data) for kind, data in log.db.chain(first, 9)]
+            entries.append(ChainEntry(kind="commit", data=b"\x80"))
+            return encode(ChainReply(first=first, resets=0, entries=tuple(entries), length=first + len(entries)))
+
+        log.close_round([log.header(ADA), log.header(BOB)])
+        MemoryTransport(network, EVE).handle(CHAIN, good_then_bad)
+        await network[CARL.peer_id].receive(EVE.peer_id, HELLO, presence(EVE, log, 2**40).raw)
+        await peer._catch_up()
+        assert peer.chain.head.id == log.chain.head.id
+        assert peer.shell.participant.head.id == peer.chain.head.id
+        times = network[CARL.peer_id].calls.count((EVE.peer_id, CHAIN))
+        await peer._catch_up()
+        assert network[CARL.peer_id].calls.count((EVE.peer_id, CHAIN)) == times, "and it is left alone now"
+
+    with_peer(tmp_path / "peer", log, test, [])
+
+
+@pytest.mark.parametrize("error", [UserError("disk full"), IntegrityError("state_root", "S_1", "wrong")])
+def test_a_state_that_the_disk_does_not_take_leaves_nobody_in_the_last_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: UserError | IntegrityError
+) -> None:
+    log = RunLog(tmp_path / "log")
+    log.start([log.claim(ADA), log.claim(BOB)])
+
+    async def test(peer: Peer, network: dict[str, MemoryTransport]) -> None:
+        async def full() -> None:
+            raise error
+
+        async def nothing() -> None:
+            pass
+
+        log.close_round([log.header(ADA), log.header(BOB)])
+        serve(MemoryTransport(network, ADA), log)
+        await network[CARL.peer_id].receive(ADA.peer_id, HELLO, presence(ADA, log, 1).raw)
+        monkeypatch.setattr(peer.syncer, "state", full)
+        with pytest.raises(type(error)):
+            await peer._catch_up()
+        assert peer.chain.head.id == log.chain.head.id
+        monkeypatch.setattr(peer.syncer, "state", nothing)
+        await peer._catch_up()
+        assert peer.shell.participant.head.id == peer.chain.head.id
+
+    with_peer(tmp_path / "peer", log, test, [], role="archive")
