@@ -6,10 +6,11 @@ leaves that model (honest owners gone), its checks end and the world says so in 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from spes_p2p.core.agreement import VIEWS_AHEAD_MAX
+from spes_p2p.core.agreement import VIEWS_AHEAD_MAX, VIEWS_HELPED_MAX
 from spes_p2p.core.head import Head
 from spes_p2p.core.ledger import commit_strength, verify_commit
 from spes_p2p.core.members import Strength, by_shared_lot
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 
-RECORDS_PER_REPEAT = 12
-"""Records that a peer sends to everybody in `vote_seconds`: what it repeats (SPEC 5.7), and as much of what is new."""
+RECORDS_PER_REPEAT = 2 + 2 * (5 + VIEWS_HELPED_MAX) + 4
+"""Records that a peer sends to everybody in `vote_seconds`: it repeats its header, the proposal, and two votes of each
+view that matters or in which somebody lags (SPEC 5.7); and a few are new."""
 
 EVIDENCE_COMMITS = 2
 """So many rounds led by honest peers after a contradiction that all can see, and its signer is out (SPEC 5.11)."""
@@ -55,6 +57,7 @@ class Checkers:
         self.records: dict[bytes, Entry] = {}
         self.recorded_at: dict[bytes, float] = {}
         self.accused: dict[str, int] = {}
+        self.holders: dict[bytes, set[str]] = defaultdict(set)
         self._verified: dict[Any, tuple[Head, VerifiedSet, tuple[Signed[Precommit], ...]]] = {}
         self._counts: dict[bytes, Mapping[str, tuple[int, int]]] = {}
         self._slots: dict[tuple[Any, ...], bytes] = {}
@@ -103,6 +106,7 @@ class Checkers:
     def on_record(self, peer: SimPeer, entry: Entry) -> None:
         """A peer puts a record in force, by its own agreement or by catching up."""
         before, after = entry.before, entry.after
+        self.holders[after.id].add(peer.name)
         self.excused = self.excused or not self.world.is_in_model(before) or not self.world.is_in_model(after)
         if after.id not in self.records:
             self.records[after.id] = entry
@@ -250,8 +254,8 @@ class Checkers:
             raise Violation(f"{peer.label} keeps {len(participant._early)} early messages")
         if len(participant._pool) > POOL_MAX + 3 * members + 64:
             raise Violation(f"{peer.label} keeps {len(participant._pool)} claims and orders")
-        if len(agreement._views) > view + VIEWS_AHEAD_MAX + 1:
-            raise Violation(f"{peer.label} keeps {len(agreement._views)} views")
+        if agreement._views and max(agreement._views) > view + VIEWS_AHEAD_MAX:
+            raise Violation(f"{peer.label} keeps votes of view {max(agreement._views)}")
         if len(agreement._sets) > 2 * view + 8:
             raise Violation(f"{peer.label} keeps {len(agreement._sets)} sets")
 
@@ -261,7 +265,10 @@ class Checkers:
         require(deadline is None or deadline > peer.now, f"{peer.label} asks for ticks without end")
 
     def finish(self) -> None:
-        """At the end everybody has the same ledger, and it has every final commit that follows a record of it."""
+        """At the end everybody has the same ledger, and no final commit that follows a record of it was taken back.
+
+        Where whoever is there may go on, one that only those had who are gone for good is gone with them (SPEC 5.12).
+        """
         if self.excused:
             return
         peers = [peer for peer in self.world.honest() if peer.up]
@@ -278,7 +285,9 @@ class Checkers:
             if position is None or position >= len(longest.chain):
                 continue  # on a branch that is not in force, or known to those alone who are gone
             successor = longest.chain[position]
-            lost = self._strength(self.records[commit_id]) == Strength.FINAL and successor.after.id != commit_id
+            is_final = self._strength(self.records[commit_id]) == Strength.FINAL
+            had_it = any(peer.name in self.holders[commit_id] for peer in peers)
+            lost = is_final and had_it and successor.after.id != commit_id
             require(not lost or successor.kind == "reset", f"the commit of round {successor.before.round} was lost")
         self._check_accused(longest)
 

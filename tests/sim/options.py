@@ -118,6 +118,9 @@ class Options:
     end: bool = False
     fault_seconds: float = 25.0
 
+    grace_seconds: float = 1.0
+    blob_seconds: float = 2.0
+    propose_seconds: float = 1.0
     vote_seconds: float = 0.5
     stall_seconds: float = 60.0
     lease_seconds: float = 240.0
@@ -131,9 +134,9 @@ class Options:
         return make_manifest(
             groups=self.groups,
             min_peers=self.min_peers,
-            grace_seconds=1.0,
-            blob_seconds=2.0,
-            propose_seconds=1.0,
+            grace_seconds=self.grace_seconds,
+            blob_seconds=self.blob_seconds,
+            propose_seconds=self.propose_seconds,
             vote_seconds=self.vote_seconds,
             view_growth=1.5,
             stall_seconds=self.stall_seconds,

@@ -418,8 +418,6 @@ class SimPeer:
             return Entry(kind, before, after, commit=entry.commit, value=value, votes=votes)
         assert entry.opening is not None
         after = opened(self.world.manifest, before, entry.opening)
-        if after.id in self.disk.heads:
-            raise RemoteError("opening", "this record is in the ledger already", entry.opening.signer)
         return Entry(kind, before, after, opening=entry.opening)
 
     def step_after(self, before: Head) -> Entry | None:
@@ -442,6 +440,8 @@ class SimPeer:
         if entry.opening is not None:
             before = self.disk.heads.get(entry.opening.record.parent, before)
         step = self.check_after(before, entry.kind, entry)
+        if step.after.id in self.disk.heads:
+            raise RemoteError("opening", "this record is in the ledger already")
         by_few = step.value is not None and commit_strength(before, step.value, step.votes) == Strength.ANY
         if by_few and not follows_few:
             raise RemoteError("votes", "closed by few, and this peer still waits for all")

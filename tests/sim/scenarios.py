@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from spes_protocols.errors import SpesError
 from tests.sim.checkers import Violation, require
@@ -21,6 +21,9 @@ from tests.sim.world import World
 
 PROGRESS_VIEWS = 10
 """Within so many views of a round, once all messages arrive, it is closed."""
+
+UNITY_SECONDS = 60.0
+"""Within this time, once all messages arrive, everybody is on the branch that is in force."""
 
 FAULTY_KINDS: dict[str, type[SimPeer]] = {
     "": SimPeer,
@@ -95,8 +98,8 @@ def draw_options(seed: int) -> Options:
         end=chance.random() < 0.05,
         fault_seconds=chance.choice((8.0, 15.0, 25.0)),
         vote_seconds=chance.choice((0.5, 1.0, 1.0)),
-        stall_seconds=chance.choice((15.0, 60.0, 600.0)),
-        lease_seconds=600.0,
+        stall_seconds=chance.choice((15.0, 30.0, 60.0)),
+        lease_seconds=120.0,
         on_majority_loss=chance.choice(("continue", "pause")),
         shared_quota=chance.choice((64, 64, 2)),
     )
@@ -258,6 +261,7 @@ def require_progress(world: World, heads: int) -> None:
     """All honest peers that are there close `heads` rounds more, on one branch, within the promised time (SPEC 5.7)."""
     patience = world.patience_seconds(world.newest_head())
     if patience is None:
+        require_unity(world)
         return
     began, recorded = world.now, world.checkers.recorded_at
 
@@ -270,14 +274,32 @@ def require_progress(world: World, heads: int) -> None:
     def is_done() -> bool:
         if world.checkers.excused or world.patience_seconds(world.newest_head()) is None:
             return True
-        peers = there()
-        longest = max((peer.disk for peer in peers), key=lambda disk: len(disk.chain))
-        return all(closed(peer) >= heads and longest.position_of(peer.head.id) is not None for peer in peers)
+        return all(closed(peer) >= heads for peer in there()) and are_united(there())
 
     seconds = progress_seconds(world, heads) + 2 * patience
     done = world.run(seconds, is_done)
     behind = ", ".join(f"{peer.label} at {peer.head.round} ({peer.head.id.hex()[:8]})" for peer in there())
     require(done, f"no progress in {seconds:.0f} seconds: {behind}")
+    if not are_united(there()):
+        require_unity(world)
+
+
+def are_united(peers: Sequence[SimPeer]) -> bool:
+    """Whether all ledgers are beginnings of the longest one."""
+    longest = max((peer.disk for peer in peers), key=lambda disk: len(disk.chain), default=None)
+    return longest is None or all(longest.position_of(peer.head.id) is not None for peer in peers)
+
+
+def require_unity(world: World) -> None:
+    """Whether or not a round can be closed: everybody comes to the head that is in force."""
+
+    def is_done() -> bool:
+        peers = [peer for peer in world.honest() if peer.up]
+        return world.checkers.excused or (len({peer.head.id for peer in peers}) <= 1 and are_united(peers))
+
+    done = world.run(UNITY_SECONDS, is_done)
+    heads = ", ".join(f"{peer.label} at {peer.head.round} ({peer.head.id.hex()[:8]})" for peer in world.honest())
+    require(done or are_united(world.honest()), f"not on one branch after {UNITY_SECONDS:.0f} seconds: {heads}")
 
 
 def progress_seconds(world: World, heads: int) -> float:
