@@ -215,7 +215,12 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         while True:
             await self._unpaused()
             self.state, self._last_words = "starting", ""
-            self._process = await self._spawn(socket)
+            try:
+                self._process = await self._spawn(socket)
+            except OSError as error:  # no room for its log, say, or no memory for another process
+                self._failures += 1
+                await self._rest(f"cannot be started: {error}", DISK_FULL_SECONDS_MAX)
+                continue
             if self.paused:
                 await self._stop()
             code = await self._ended(self._process)
@@ -232,14 +237,17 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
                 self._micro_batch = max(1, self._sequences_at_once // 2)
                 problem = f"out of memory; going on with micro-batch {self._micro_batch}"
             self._sent = None
-            longest_seconds = DISK_FULL_SECONDS_MAX if code == EXIT_DISK_FULL else RESTART_SECONDS_MAX
-            pause_seconds = min(RESTART_SECONDS_MIN * 2 ** (self._failures - 1), longest_seconds)
-            self._log(f"trainer: {problem}; starting it again in {pause_seconds:.0f} s")
-            self._on_change()
-            self._wake.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_seconds):
-                    await self._wake.wait()
+            await self._rest(problem, DISK_FULL_SECONDS_MAX if code == EXIT_DISK_FULL else RESTART_SECONDS_MAX)
+
+    async def _rest(self, problem: str, longest_seconds: float) -> None:
+        """The pause before the trainer is started again, which doubles from failure to failure."""
+        pause_seconds = min(RESTART_SECONDS_MIN * 2 ** min(self._failures - 1, 30), longest_seconds)
+        self._log(f"trainer: {problem}; starting it again in {pause_seconds:.0f} s")
+        self._on_change()
+        self._wake.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_seconds):
+                await self._wake.wait()
 
     async def _ended(self, process: asyncio.subprocess.Process) -> int:
         """The exit code of a trainer; one that gives no sign of life for too long is ended."""

@@ -242,6 +242,16 @@ def test_owners_that_do_not_contribute_are_dropped_though_they_vote() -> None:
     assert commit.value.value.dropped == (3, 4)
 
 
+def test_where_nobody_owns_anything_nobody_relents() -> None:
+    manifest, head = run_of(4)
+    peer = Participant(manifest, peer_name(0), head_with(manifest, []))
+    peer.on_message(make_header(manifest, head, peer_name(1)), 0.0)
+    peer.patience.hear(None, 0.0)
+    for second in range(0, 1000, 5):
+        assert peer.on_tick(float(second)) == []
+    assert peer.agreement.leniency == Leniency.QUORUM
+
+
 # ---- locks -------------------------------------------------------------------------------------------------------
 
 

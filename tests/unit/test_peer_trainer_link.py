@@ -14,6 +14,7 @@ from spes_p2p.peer.trainer_link import EXIT_DISK_FULL, EXIT_USAGE, FAILURES_MAX,
 from spes_p2p.train import trainer
 
 SECONDS_MAX = 60.0
+CANNOT_START = -1
 
 
 class EventsNobodyReads:
@@ -35,6 +36,8 @@ class Ending(TrainerLink):
 
     async def _spawn(self, socket: Path) -> asyncio.subprocess.Process:
         code = self.codes.pop(0)
+        if code == CANNOT_START:
+            raise OSError("no room")
         return await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", f"raise SystemExit({code})")
 
 
@@ -68,3 +71,9 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tries = 2 * FAILURES_MAX
     lines = asyncio.run(lines_before_giving_up(tmp_path, *[EXIT_DISK_FULL] * tries, EXIT_USAGE))
     assert lines == [f"trainer: ended with code {EXIT_DISK_FULL}; starting it again in 0 s"] * tries
+
+
+def test_one_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_link, "DISK_FULL_SECONDS_MAX", 0.0)
+    lines = asyncio.run(lines_before_giving_up(tmp_path, *[CANNOT_START] * 40, EXIT_USAGE))
+    assert lines == ["trainer: cannot be started: no room; starting it again in 0 s"] * 40
