@@ -178,10 +178,12 @@ class Participant:
             number == self.head.round + 1 and proposal.signer in self._electorate.weights and early not in self._early
         )
 
-    def on_message(self, message: RoundMessage, now: float, *, opened: Opened | None = None) -> list[Output]:
-        """A verified message from the network, or an own header.
+    def on_message(
+        self, message: RoundMessage, now: float, *, opened: Opened | None = None, sender: str | None = None
+    ) -> list[Output]:
+        """A verified message, or an own header; a proposal with its content opened, unless it was not expected.
 
-        Proposals come with their content opened, unless they were not expected.
+        A `sender` that is not the signer has passed it on, which does not show that the signer is there.
         """
         record = message.record
         if isinstance(record, Claim | Release | Ban | End):
@@ -191,8 +193,9 @@ class Participant:
             return self._elsewhere(message, opened, epoch, number, now)
         if self.head.ended or not self._electorate.owners:
             return []
-        is_owner = message.signer in self._electorate.weights
-        self.patience.hear(message.signer if is_owner and not isinstance(record, Proposal) else None, now)
+        if message.signer in self._electorate.weights:  # nobody else may make this peer impatient
+            is_direct = sender in (None, message.signer) and not isinstance(record, Proposal)
+            self.patience.hear(message.signer if is_direct else None, now)
         if isinstance(record, Header):
             return self._on_header(message, now)  # type: ignore[arg-type]
         if isinstance(record, Proposal):
@@ -275,7 +278,7 @@ class Participant:
 
     def _relent(self, now: float) -> list[Output]:
         """Waiting cuts training short, then makes this peer consent to ever less (SPEC 5.12)."""
-        if self.agreement.decided or self.agreement.halted:
+        if self.agreement.decided or self.agreement.halted or not self._electorate.owners:
             return []
         leniency = self.patience.look(now)
         outputs = self._cut() if self.patience.is_half_over else []
@@ -310,14 +313,8 @@ class Participant:
             return ()
         if not kept or self.agreement.leniency < (Leniency.MAJORITY if has_majority else Leniency.ANY):
             return None
-        return tuple(
-            sorted(
-                group
-                for peer, groups in self._electorate.groups.items()
-                for group in groups
-                if peer not in kept or group in already
-            )
-        )
+        gone = {group for peer, groups in self._electorate.groups.items() if peer not in kept for group in groups}
+        return tuple(sorted(gone.union(already)))
 
     def _is_evidence(self, pair: DoubleVote) -> bool:
         try:
@@ -345,7 +342,8 @@ class Participant:
     ) -> list[Output]:
         if message.signer == self.me:
             return []
-        self.patience.hear(None, now)  # others go on without this round, which may be why nothing comes
+        if number > self.head.round and message.signer in self._electorate.weights:
+            self.patience.hear(None, now)  # others go on without this round, which may be why nothing comes
         if epoch != self.head.epoch or number > self.head.round:
             useful = opened is not None or not isinstance(message.record, Proposal)
             if useful and number == self.head.round + 1 and self.head.member(message.signer) is not None:

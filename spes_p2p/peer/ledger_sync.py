@@ -120,10 +120,8 @@ class LedgerReader:
     def _check_next(self, entry: ChainEntry) -> Step:
         """Check the record after our head."""
         step = self._chain.check(entry.kind, entry.data)
-        if step.commit is None or self._consents():
-            return step
-        assert step.value is not None
-        if commit_strength(step.before, step.value, step.votes) == Strength.ANY:
+        by_few = step.value is not None and commit_strength(step.before, step.value, step.votes) == Strength.ANY
+        if by_few and not self._consents():
             raise RemoteError(
                 "votes", f"round {step.before.round} was closed by few, and this peer still waits for all"
             )

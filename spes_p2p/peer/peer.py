@@ -20,7 +20,6 @@ from typing import Any
 from spes_p2p import __version__
 from spes_p2p.core.assignment import member_sequences
 from spes_p2p.core.ledger import CLAIMS_MAX, start_record
-from spes_p2p.core.views import Leniency
 from spes_p2p.crypto.envelope import seal
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.directory import Directory
@@ -353,7 +352,7 @@ class Peer:
 
     def _follows_few(self) -> bool:
         """Whether a commit by whoever was there may be taken from others: when catching up, or having waited too."""
-        return not self.ready or self.shell.participant.agreement.leniency == Leniency.ANY
+        return not self.ready or not self.shell.waits_for_few()
 
     def _on_behind(self, peer: str) -> None:
         with contextlib.suppress(asyncio.QueueFull):

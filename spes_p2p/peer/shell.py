@@ -140,7 +140,7 @@ class Shell:
             self._events.received(sender, message)
             await self._on_opening(message)
             return b""
-        outputs = self._take(message)
+        outputs = self._take(message, sender)
         refused = next((output for output in outputs if isinstance(output, Refused)), None)
         error = None if refused is None else RemoteError(refused.check, refused.detail)
         self._events.received(sender, message, error)
@@ -192,6 +192,12 @@ class Shell:
         self._run(self.participant.on_head(self._chain.head, time.monotonic()))
         await self._on_head(step)
 
+    def waits_for_few(self) -> bool:
+        """Whether a commit of a few is not to be followed yet; then the wait for the others has begun (SPEC 5.12)."""
+        self.participant.patience.hear(None, time.monotonic())
+        self._timer_changed.set()
+        return self.participant.agreement.leniency < Leniency.ANY
+
     async def close(self) -> None:
         """End all tasks."""
         self.end_round()
@@ -199,12 +205,12 @@ class Shell:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _take(self, message: Signed[Any]) -> list[rounds.Output]:
+    def _take(self, message: Signed[Any], sender: str) -> list[rounds.Output]:
         opened = None
         if isinstance(message.record, Proposal) and self.participant.expects(message):
             value = verify_set(message.record.value, peer=message.signer)
             opened = Opened(value, unseal_votes(message.record.polc, Prevote, peer=message.signer))
-        return self.participant.on_message(message, time.monotonic(), opened=opened)
+        return self.participant.on_message(message, time.monotonic(), opened=opened, sender=sender)
 
     async def _on_opening(self, message: Signed[Start] | Signed[Reset]) -> None:
         async with self.advancing:

@@ -71,3 +71,40 @@ def test_what_keeps_no_majority_is_never_more_than_a_commit_of_a_few() -> None:
     other, precommits = scene.propose_instead(kept=2)
     assert {vote.signer for vote in precommits} == {peer_name(number) for number in scene.honest}
     assert commit_strength(scene.head, other, precommits) == Strength.ANY
+
+
+# ---- impatience --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["this round", "a later round", "another epoch", "an earlier round"])
+def test_strangers_do_not_make_anybody_impatient(place: str) -> None:
+    manifest, head = run_of(4, standbys=1)
+    changes: dict[str, Any] = {
+        "a later round": {"round": head.round + 7},
+        "another epoch": {"epoch": b"z" * 32},
+        "an earlier round": {"round": head.round - 1},
+    }.get(place, {})
+    room = Room(manifest, head, there=(0,))
+    vote = Prevote(run_id=head.run_id, epoch=head.epoch, round=head.round, view=0, value=b"")
+    for signer in (peer_name(4), peer_name(77)):
+        room.tell(seal(replace(vote, **changes), signer))
+    if place == "an earlier round":
+        room.tell(seal(replace(vote, **changes), peer_name(1)))  # who has not heard of the commit yet says nothing new
+    assert room.peers[peer_name(0)].next_deadline is None
+    room.tell(seal(replace(vote, round=head.round + 7), peer_name(1)))
+    room.run(61.0)
+    assert room.peers[peer_name(0)].agreement.leniency == Leniency.MAJORITY
+
+
+def test_who_is_gone_is_not_kept_by_others_who_repeat_its_words() -> None:
+    manifest, head = run_of(4)
+    me = Room(manifest, head, there=(0,))
+    me.contribute(0, 1, 2, 3)
+    alone = me.peers[peer_name(0)]
+    words = [make_header(manifest, head, peer_name(number)) for number in (1, 2, 3)]
+    while me.now < 400.0 and not me.commits:
+        me.run(5.0)
+        for header in words:
+            me._carry_out(peer_name(0), alone.on_message(header, me.now, sender=peer_name(77)))
+    commit, _ = me.agreed()
+    assert commit.value.value.dropped == (1, 2, 3)
