@@ -80,10 +80,15 @@ class Agreement:
 
     # ---- what goes in ------------------------------------------------------------------------------------------
 
-    def restore(self, mine: Iterable[Signed[Proposal] | Vote], sets: Mapping[bytes, VerifiedSet]) -> None:
+    def restore(
+        self,
+        mine: Iterable[Signed[Proposal] | Vote],
+        sets: Mapping[bytes, VerifiedSet],
+        elsewhere: Collection[bytes] = (),
+    ) -> None:
         """Take up stored messages after a restart, before `start`: views, votes said, the lock (SPEC 5.6).
 
-        Those of other signers are prevotes that `Say.proof` named.
+        Those of other signers are prevotes that `Say.proof` named. No lock is on sets `elsewhere`, of another branch.
         """
         self._sets.update(sets)
         for message in mine:
@@ -102,7 +107,7 @@ class Agreement:
                 self._count(message)  # type: ignore[arg-type]
             if isinstance(record, Precommit):
                 step = Step.PRECOMMIT
-                if record.value and record.view > self.locked_view:
+                if record.value and record.view > self.locked_view and record.value not in elsewhere:
                     self.locked_view, self.locked_id = record.view, record.value
             if (record.view, step) > (self.view, self.step):
                 self.view, self.step = record.view, step

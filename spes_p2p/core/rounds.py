@@ -143,13 +143,16 @@ class Participant:
 
     # ---- what goes in ------------------------------------------------------------------------------------------
 
-    def on_head(self, head: Head, now: float) -> list[Output]:
-        """The ledger moved on, by this peer's own commit or by catching up: begin the next round."""
+    def on_head(
+        self, head: Head, now: float, mine: Iterable[Signed[Any]] = (), sets: Iterable[VerifiedSet] = (),
+        header: Signed[Header] | None = None,
+    ) -> list[Output]:  # fmt: skip
+        """The ledger moved on, or back: begin its round, with what this peer had said in that place (`restore`)."""
         self._begin(head)
+        outputs = self.restore(mine, sets, header, now)
         self._pool = {key: message for key, message in self._pool.items() if self._pool_problem(message) is None}
         self._doubled = {peer: pair for peer, pair in self._doubled.items() if self._is_evidence(pair)}
         early, self._early = self._early, {}
-        outputs: list[Output] = []
         for message, opened in early.values():
             outputs += self.on_message(message, now, opened=opened)
         return outputs
@@ -158,13 +161,14 @@ class Participant:
         self, mine: Iterable[Signed[Proposal] | Signed[Prevote] | Signed[Precommit]],
         sets: Iterable[VerifiedSet], header: Signed[Header] | None, now: float,
     ) -> list[Output]:  # fmt: skip
-        """Take up what this peer itself had said in this round before a restart (SPEC 5.6)."""
-        mine = tuple(mine)
+        """Take up what this peer itself had said in this place before (SPEC 5.6), perhaps in another branch (5.13)."""
+        mine, known = tuple(mine), {value.id: value for value in sets}
         outputs: list[Output] = []
         if mine:
-            self.agreement.restore(mine, {value.id: value for value in sets})
+            here = {id: value for id, value in known.items() if value.value.parent == self.head.id}
+            self.agreement.restore(mine, here, elsewhere=known.keys() - here.keys())
             outputs += self._absorb(self.agreement.start(now), now)
-        if header is not None:
+        if header is not None and header.record.base == self.head.id:
             outputs += self.on_message(header, now)
         return outputs
 

@@ -114,6 +114,7 @@ class Shell:
         self._round_tasks: set[asyncio.Task[None]] = set()
         self._refusals_logged: set[tuple[str, str]] = set()
         self._provisional: set[bytes] = set()
+        self._restored = False
         self._silence = Silence(chain.db.path.with_name("silent"))
         self._timer_changed = asyncio.Event()
         self.phases = PhaseClock()
@@ -124,14 +125,18 @@ class Shell:
         """Take up what the database says this peer had said in the current round."""
         if self._silence.begin():
             self._log("own votes may have been lost: nothing is said until two rounds have closed")
+        self._restored = True
+        self._run(self.participant.restore(*self._own_words(), time.monotonic()))
+
+    def _own_words(self) -> tuple[list[Signed[Any]], list[VerifiedSet], Signed[Header] | None]:
+        """What this peer has said where the head is: before a restart, or before it went to another branch and back."""
         head, db = self._chain.head, self._chain.db
         mine: list[Signed[Any]] = [
             unseal(raw, Proposal, Prevote, Precommit) for raw in db.own_votes(head.epoch, head.round)
         ]
         sets = [verify_set(decode(ProposedSet, data)) for data in db.sets(head.epoch, head.round)]
         raw = db.own_header(head.epoch, head.round)
-        header = None if raw is None else unseal(raw, Header)
-        self._run(self.participant.restore(mine, sets, header, time.monotonic()))
+        return mine, sets, None if raw is None else unseal(raw, Header)
 
     async def on_push(self, sender: str, raw: bytes) -> bytes:
         """A record pushed by another peer. Raises `RemoteError` at it when a check fails."""
@@ -189,7 +194,8 @@ class Shell:
         self.end_round()
         self._drop_uncounted()
         self._events.head(self._chain.head, step)
-        self._run(self.participant.on_head(self._chain.head, time.monotonic()))
+        words = self._own_words() if self._restored else ()  # nothing is said before `restore`
+        self._run(self.participant.on_head(self._chain.head, time.monotonic(), *words))
         await self._on_head(step)
 
     def waits_for_few(self) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from spes_p2p.crypto.envelope import seal, verify_set
 from spes_p2p.peer.peer import Peer
 from spes_protocols.codec import decode, encode
 from spes_protocols.errors import IntegrityError, UserError
-from spes_protocols.requests import CHAIN, HELLO, ChainEntry, ChainReply, ChainRequest
+from spes_protocols.messages import Precommit, Prevote
+from spes_protocols.requests import CHAIN, HELLO, PUSH, ChainEntry, ChainReply, ChainRequest
 from tests.unit.hostile_support import MemoryTransport
 from tests.unit.log_support import ADA, BOB, EVE, RunLog
 from tests.unit.test_hostile_peer import CARL, presence, serve, with_peer
@@ -67,3 +70,31 @@ def test_a_state_that_the_disk_does_not_take_leaves_nobody_in_the_last_round(
         assert peer.shell.participant.head.id == peer.chain.head.id
 
     with_peer(tmp_path / "peer", log, test, [], role="archive")
+
+
+# ---- back in an old place -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("branch", ["the same", "another"])
+def test_who_comes_back_to_a_branch_remembers_what_it_had_said_there(tmp_path: Path, branch: str) -> None:
+    log = RunLog(tmp_path / "log")
+    log.start([log.claim(ADA), log.claim(CARL)])
+
+    async def test(peer: Peer, network: dict[str, MemoryTransport]) -> None:
+        head = peer.chain.head
+        value = log.proposed([])
+        if branch == "another":  # in the same epoch, as two commits that drop nobody may follow one head
+            value = verify_set(replace(value.value, parent=bytes(32)))
+        peer.shell.restore()
+        place = {"run_id": head.run_id, "epoch": head.epoch, "round": head.round, "view": 0, "value": value.id}
+        peer.db.put_set(value.id, encode(value.value))
+        for vote in (Prevote(**place), Precommit(**place, state_root=bytes(32))):
+            signed = seal(vote, CARL)
+            peer.db.record_vote(head.epoch, head.round, 0, vote.KIND, signed.raw)
+        await peer.shell.moved(None)
+        agreement = peer.shell.participant.agreement
+        assert agreement.locked_id == (value.id if branch == "the same" else b"")
+        await network[CARL.peer_id].receive(EVE.peer_id, PUSH, signed.raw)
+        assert not agreement.abstains, "an old vote of its own that somebody plays again is no surprise"
+
+    with_peer(tmp_path / "peer", log, test, [])
