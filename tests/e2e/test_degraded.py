@@ -33,7 +33,7 @@ from tests.e2e.test_restart import moments
 from tests.e2e.test_swarm import until_contribution, votes_were_kept_to
 
 QUICK: dict[str, Any] = {
-    "steps": 40,
+    "steps": 80,
     "grace_seconds": 2.0,
     "blob_seconds": 8.0,
     "propose_seconds": 2.0,
