@@ -28,7 +28,8 @@ Show what several peers wrote down about a round, as one timeline.
 
 DIR is the home of a peer, a run's directory, or an event log. Times are seconds since the first
 of these peers had the round's head; clocks that differ are compared by the records that went
-between the peers. With --why, say in sentences whom something reached and what went wrong:
+between the peers. A receipt marked ~ was moved to after its push, as the clocks are not known
+that well. With --why, say in sentences whom something reached and what went wrong:
 
   spes events v0 v1 v2 --round 12 --why header:fZ9wQd
 """
@@ -177,7 +178,8 @@ def _table(timeline: Timeline, moments: Sequence[Moment]) -> Table:
     table.add_column("event", overflow="fold")
     for moment in moments:
         text = ui.one_line(_short_ids(moment.event.told(ui.short_peer), moment.event.peers))
-        table.add_row(f"{timeline.seconds(moment):+.3f}", Text(ui.short_peer(moment.peer)), Text(text))
+        mark = "~" if moment.moved else ""
+        table.add_row(f"{mark}{timeline.seconds(moment):+.3f}", Text(ui.short_peer(moment.peer)), Text(text))
     return table
 
 
@@ -209,7 +211,13 @@ def _plain(timeline: Timeline, moments: Sequence[Moment]) -> dict[str, Any]:
             for clock in timeline.clocks
         ],
         "events": [
-            {"seconds": round(timeline.seconds(m), 6), "peer": m.peer, "event": m.event.NAME, **plain(m.event)}
+            {
+                "seconds": round(timeline.seconds(m), 6),
+                **({"moved": round(m.moved, 6)} if m.moved else {}),
+                "peer": m.peer,
+                "event": m.event.NAME,
+                **plain(m.event),
+            }
             for m in moments
         ],
     }

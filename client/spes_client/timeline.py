@@ -4,13 +4,16 @@
 
 Who pushes a record knows when it began and when the answer came; who gets it knows when that was by its own clock. So
 each record that went over bounds how far two clocks differ, and the round's records together bound it to milliseconds.
+Lines may be lost, and a peer that was killed pushes anew what it had pushed: so a record may say something wrong, and
+what most of them say counts.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,25 +39,34 @@ STRAY_SECONDS = 900.0
 RESOLUTION_SECONDS = 0.002
 """Clocks that differ by less are the same: a start's time is written in whole milliseconds."""
 
+SAME_CLOCK_SECONDS = 0.05
+"""Starts that find a machine's two clocks no further from where they stood to one another have those very clocks."""
+
 TICK_SECONDS = 1e-6
-PASSES_MAX = 64
 
 
 @dataclass(kw_only=True)
 class Moment:
-    """One event of one start of a peer. `at`: Unix seconds by the common clock; for a push, when its last try began."""
+    """One event of one start of a peer, and which clock told its time.
+
+    `at`: Unix seconds by the common clock; for a push, when its last try began.
+    `moved`: so many seconds of that were added lest a receipt stand before its push.
+    """
 
     life: int
+    clock: int
     peer: str
     event: Event
     at: float
+    moved: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
     """How a peer's clock was read: seconds added to it, and within how many seconds that is known.
 
-    `uncertain` is infinite where no record went between this peer and those whose clocks it is compared with.
+    All starts of a peer share it unless somebody set it, or the machine was started again, in between. `uncertain` is
+    infinite where no record went between this peer and those whose clocks it is compared with.
     """
 
     peer: str
@@ -158,10 +170,12 @@ class _Wanted:
     def __init__(self, number: int, windows: Mapping[tuple[str, int, float], tuple[float, float]]) -> None:
         self._number = number
         self._windows = windows
+        self._there = {key[0] for key in windows}
         spans = [
             (key[1] / 1000 + begun - key[2], key[1] / 1000 + ended - key[2]) for key, (begun, ended) in windows.items()
         ]
-        self._begun, self._ended = min(begun for begun, _ in spans), max(ended for _, ended in spans)
+        closed = [ended for _, ended in spans if ended < math.inf]  # whoever died in the round has no end of it
+        self._begun, self._ended = min(begun for begun, _ in spans), max(closed, default=math.inf)
 
     def __call__(self, life: Life, line: Line) -> bool:
         if line.fields.get("round") == self._number:
@@ -169,7 +183,8 @@ class _Wanted:
         window = self._windows.get(_key(life))
         if window is not None:
             return window[0] - MARGIN_SECONDS <= line.mono <= window[1] + MARGIN_SECONDS
-        return self._begun - STRAY_SECONDS <= life.seconds(line) <= self._ended + STRAY_SECONDS
+        margin = MARGIN_SECONDS if life.peer in self._there else STRAY_SECONDS
+        return self._begun - margin <= life.seconds(line) <= self._ended + margin
 
 
 # ---- clocks ----------------------------------------------------------------------------------------------------------
@@ -186,63 +201,102 @@ class _Push:
     turned_down: Moment | None = None
 
 
-def _pushes(moments: Iterable[Moment]) -> list[_Push]:
-    """Every record and receiver; a push's `at` is when it began."""
+def _pushes(moments: Sequence[Moment], restarted: Collection[int]) -> list[tuple[Moment, _Push]]:
+    """(first try, what is known) for every record and receiver whose first try is known; its `at` is when it began.
+
+    What a `restarted` peer did not say anew, it may have pushed before it was killed, and had no time to write that.
+    """
     found: dict[tuple[str, str, str], _Push] = {}
+    made: set[tuple[int, str]] = set()
     for moment in moments:
         event = moment.event
-        if isinstance(event, Sent) and event.outcome != "dropped":
+        if isinstance(event, HeaderMade | Said):
+            made.add((moment.life, event.id))
+        elif isinstance(event, Sent) and event.outcome != "dropped":
             push = found.setdefault((moment.peer, event.to, event.id), _Push())
             push.first = push.first or moment
             if event.outcome == "delivered":
                 push.taken = push.taken or moment
             elif event.outcome == "refused":
                 push.refused = push.refused or moment
-        elif isinstance(event, Received):
+        elif isinstance(event, Received) and event.check != "busy":  # of those a busy peer does not write down all
             push = found.setdefault((event.sender, moment.peer, event.id), _Push())
             if event.check:
                 push.turned_down = push.turned_down or moment
             else:
                 push.heard = push.heard or moment
-    return list(found.values())
+    known = []
+    for (_, _, name), push in found.items():
+        first = push.first
+        if first is None or (first.life in restarted and (first.life, name) not in made):
+            continue
+        assert isinstance(first.event, Sent)
+        if first.event.tries == 1:
+            known.append((first, push))
+    return known
 
 
-def _bounds(pushes: Iterable[_Push]) -> dict[tuple[int, int], tuple[float, float]]:
-    """(a, b) -> from and to what b's clock must be put forward, compared with a's, for a < b."""
-    found: dict[tuple[int, int], tuple[float, float]] = {}
-
-    def narrow(sender: int, receiver: int, low: float, high: float) -> None:
-        key, pair = ((sender, receiver), (low, high)) if sender < receiver else ((receiver, sender), (-high, -low))
-        known = found.get(key, (-math.inf, math.inf))
-        found[key] = (max(known[0], pair[0]), min(known[1], pair[1]))
-
-    for push in pushes:
+def _bounds(pushes: Iterable[tuple[Moment, _Push]]) -> dict[tuple[int, int], tuple[float, float]]:
+    """(a, b) -> from and to what clock b must be put forward, compared with a, for a < b."""
+    found: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for first, push in pushes:
         for answered, got in ((push.taken, push.heard), (push.refused, push.turned_down)):
-            if push.first is None or got is None or push.first.life == got.life:
+            if got is None or first.clock == got.clock:
                 continue
-            narrow(push.first.life, got.life, push.first.at - got.at, math.inf)
-            if answered is not None and answered.life == push.first.life:
+            low, high = first.at - got.at, math.inf
+            if answered is not None and answered.clock == first.clock:
                 assert isinstance(answered.event, Sent)
-                narrow(push.first.life, got.life, -math.inf, answered.at + answered.event.seconds - got.at)
-    return found
+                high = max(low, answered.at + answered.event.seconds - got.at)
+            if first.clock < got.clock:
+                found.setdefault((first.clock, got.clock), []).append((low, high))
+            else:
+                found.setdefault((got.clock, first.clock), []).append((-high, -low))
+    return {pair: _shared(spans) for pair, spans in found.items()}
 
 
-def _offsets(lives: Sequence[Life], bounds: Mapping[tuple[int, int], tuple[float, float]]) -> tuple[list[Clock], bool]:
-    """What to add to each start's clock; and whether the clocks agree as they are, so that this is nothing."""
+def _shared(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The stretch that most of these have in common, as Marzullo found it; of several such, the one nearest to 0."""
+    ends = sorted([(low, 1) for low, _ in spans] + [(high, 2) for _, high in spans])
+    found: list[tuple[int, float, float]] = []
+    depth = 0
+    for (low, end), (high, next_end) in itertools.pairwise(ends):
+        depth += 1 if end == 1 else -1
+        if (end, next_end) == (1, 2):
+            found.append((depth, low, high))
+    _, low, high = max(found, key=lambda stretch: (stretch[0], -max(stretch[1], -stretch[2], 0.0)))
+    return low, high
+
+
+def _clock_of(lives: Sequence[Life]) -> list[int]:
+    """For each start of a peer the number of the first one that has the same clock."""
+
+    def shares(a: Life, b: Life) -> bool:
+        apart = (a.started_at - b.started_at) / 1000 - (a.started - b.started)
+        return a.peer == b.peer and abs(apart) <= SAME_CLOCK_SECONDS
+
+    return [next(number for number, first in enumerate(lives) if shares(life, first)) for life in lives]
+
+
+def _offsets(
+    owners: Mapping[int, str], bounds: Mapping[tuple[int, int], tuple[float, float]]
+) -> tuple[dict[int, Clock], bool]:
+    """What to add to each clock (number -> peer); and whether they agree as they are, so that this is nothing."""
     if all(low <= RESOLUTION_SECONDS and high >= -RESOLUTION_SECONDS for low, high in bounds.values()):
         spread: dict[int, float] = {}
         for pair, (low, high) in bounds.items():
             for number in pair:
                 spread[number] = min(spread.get(number, math.inf), max(-low, high, RESOLUTION_SECONDS))
-        pairs = enumerate(lives)
-        return [Clock(peer=life.peer, offset=0.0, uncertain=spread.get(n, math.inf)) for n, life in pairs], True
+        return {
+            number: Clock(peer=peer, offset=0.0, uncertain=spread.get(number, math.inf))
+            for number, peer in owners.items()
+        }, True
     near: dict[int, list[tuple[int, float, float]]] = {}
     for (a, b), (low, high) in bounds.items():
         ends = [end for end in (low, high) if math.isfinite(end)]  # one way only: as if the fastest record took no time
         middle, spread_ab = sum(ends) / len(ends), abs(high - low) / 2
         near.setdefault(a, []).append((b, middle, spread_ab))
         near.setdefault(b, []).append((a, -middle, spread_ab))
-    root = max(near, key=lambda life: (len(near[life]), -life))
+    root = max(near, key=lambda number: (len(near[number]), -number))
     found: dict[int, tuple[float, float]] = {}
     queue = [(0.0, root, 0.0)]
     while queue:
@@ -253,31 +307,25 @@ def _offsets(lives: Sequence[Life], bounds: Mapping[tuple[int, int], tuple[float
         for other, middle, spread_ab in near[number]:
             if other not in found:
                 heapq.heappush(queue, (uncertain + spread_ab, other, offset + middle))
-    clocks = []
-    for number, life in enumerate(lives):
+    clocks = {}
+    for number, peer in owners.items():
         offset, uncertain = found.get(number, (0.0, math.inf))
-        clocks.append(Clock(peer=life.peer, offset=offset, uncertain=uncertain))
+        clocks[number] = Clock(peer=peer, offset=offset, uncertain=uncertain)
     return clocks, False
 
 
-def _in_order(moments: list[list[Moment]], pushes: Iterable[_Push]) -> None:
-    """Move moments later, as little as it takes, so that no receipt stands before its push; each peer's order stays.
+def _in_order(pushes: Iterable[tuple[Moment, _Push]], clocks: Mapping[int, Clock]) -> None:
+    """Move each receipt that stands before its push to right after it, and nothing else.
 
-    Where clocks are known well enough nothing moves.
+    Where the clocks cannot be so far apart, one of the two is not what it seems, and the receipt stays.
     """
-    causes = {id(got): push.first for push in pushes for got in (push.heard, push.turned_down) if got and push.first}
-    for _ in range(PASSES_MAX):
-        moved = False
-        for line in moments:
-            before = -math.inf
-            for moment in line:
-                cause = causes.get(id(moment))
-                floor = max(before, cause.at if cause is not None else -math.inf)
-                if moment.at <= floor:
-                    moment.at, moved = floor + TICK_SECONDS, True
-                before = moment.at
-        if not moved:
-            return
+    for first, push in pushes:
+        for got in (push.heard, push.turned_down):
+            if got is None or got.at > first.at:
+                continue
+            late = first.at + TICK_SECONDS - got.at
+            if late <= clocks[first.clock].uncertain + clocks[got.clock].uncertain + RESOLUTION_SECONDS:
+                got.at, got.moved = got.at + late, late
 
 
 # ---- the round -------------------------------------------------------------------------------------------------------
@@ -285,33 +333,38 @@ def _in_order(moments: list[list[Moment]], pushes: Iterable[_Push]) -> None:
 
 def _merge(run: str, number: int, logs: Sequence[Log]) -> Timeline:
     lives = list({_key(life): life for log in logs for life in log.lives}.values())
+    clock_of = _clock_of(lives)
     every, unknown = [], 0
     for index, life in enumerate(lives):
+        clock = clock_of[index]
         mine = []
         for line in life.lines:
             event = parse(line.event, line.fields)
             if event is None:
                 unknown += 1
                 continue
-            begun = event.seconds if isinstance(event, Sent) else 0.0
-            mine.append(Moment(life=index, peer=life.peer, event=event, at=life.seconds(line) - begun))
+            at = lives[clock].seconds(line) - (event.seconds if isinstance(event, Sent) else 0.0)
+            mine.append(Moment(life=index, clock=clock, peer=life.peer, event=event, at=at))
         every.append(sorted(mine, key=lambda moment: moment.at))
-    pushes = _pushes(moment for mine in every for moment in mine)
-    clocks, agree = _offsets(lives, _bounds(pushes))
-    for mine, clock in zip(every, clocks, strict=True):
-        for moment in mine:
-            moment.at += clock.offset
-    _in_order(every, pushes)
-    zero, end, moments = _of_round(number, every)
+    pushes = _pushes([moment for mine in every for moment in mine], _restarted(lives))
+    owners = {clock: life.peer for clock, life in zip(clock_of, lives, strict=True) if life.lines}
+    clocks, agree = _offsets(owners, _bounds(pushes))
     alive: dict[str, list[tuple[float, float]]] = {}
-    for mine in every:
-        if mine:
-            alive.setdefault(mine[0].peer, []).append((mine[0].at, mine[-1].at))
-    kept = [clock for clock, life in zip(clocks, lives, strict=True) if life.lines]
+    for mine in filter(None, every):
+        for moment in mine:
+            moment.at += clocks[moment.clock].offset
+        alive.setdefault(mine[0].peer, []).append((mine[0].at, mine[-1].at))
+    _in_order(pushes, clocks)
+    zero, end, moments = _of_round(number, every)
     return Timeline(
-        run=run, round=number, zero=zero, end=end, moments=moments, clocks=kept, agree=agree, alive=alive,
-        skipped=sum(log.skipped for log in logs), unknown=unknown, lost=sum(log.lost for log in logs),
+        run=run, round=number, zero=zero, end=end, moments=moments, clocks=list(clocks.values()), agree=agree,
+        alive=alive, skipped=sum(log.skipped for log in logs), unknown=unknown, lost=sum(log.lost for log in logs),
     )  # fmt: skip
+
+
+def _restarted(lives: Sequence[Life]) -> set[int]:
+    """The numbers of those that are not the first start of their peer, as far as the logs reach."""
+    return {number for number, life in enumerate(lives) if life.peer in {earlier.peer for earlier in lives[:number]}}
 
 
 def _of_round(number: int, every: Sequence[Sequence[Moment]]) -> tuple[float, float, list[Moment]]:

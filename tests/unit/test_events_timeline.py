@@ -21,6 +21,7 @@ from spes_p2p.peer.events import (
     Event,
     HeaderMade,
     HeadMoved,
+    Noted,
     Received,
     Said,
     Sent,
@@ -46,9 +47,13 @@ class Diary:
         self.peer = peer
         self._skew = skew
         self._steady = 1000.0 + abs(skew)
-        fields = {"format": 1, "peer": peer, "run": run, "version": "1"}
-        start = {"started_at": self._unix_ms(-10.0), "started": self._steady - 10.0}
-        self._put(-10.0, "log", fields | start)
+        self._fields = {"format": 1, "peer": peer, "run": run, "version": "1"}
+        self.start(-10.0)
+
+    def start(self, at: float, *, late: float = 0.0) -> None:
+        """Another start, which reads both clocks `late` seconds apart."""
+        start = {"started_at": self._unix_ms(at), "started": self._steady + at + late}
+        self._put(at, "log", self._fields | start)
 
     def tell(self, at: float, *events: Event) -> None:
         for event in events:
@@ -106,6 +111,11 @@ def order(timeline: Timeline) -> list[tuple[str, str]]:
     return [(m.peer[-1], m.event.NAME) for m in timeline.moments]
 
 
+@pytest.fixture
+def spes(capsys: pytest.CaptureFixture[str]) -> Spes:
+    return Spes(capsys)
+
+
 def test_clocks_that_differ_are_compared_by_what_went_between(tmp_path: Path) -> None:
     diaries = swarm(tmp_path, 0.0, 3600.0, -7.25)
     exchange(diaries)
@@ -143,6 +153,110 @@ def test_a_peer_that_nothing_went_to_keeps_its_clock(tmp_path: Path) -> None:
     assert math.isinf(clocks[CLARA].uncertain)
     assert clocks[CLARA].offset == 0.0
     assert clocks[BORIS].offset - clocks[ANNA].offset == pytest.approx(-50.0, abs=0.02)
+
+
+def kill_and_restart(folder: Path) -> tuple[list[Diary], dict[str, float]]:
+    """Three peers of which one is killed and begins anew, and when what they note happened.
+
+    It is killed before it can write that it pushed its header, and pushes it again when it is back: what the others
+    heard at 3 s seems to have been pushed at 15 s. Both its starts read the clocks some milliseconds apart.
+    """
+    diaries = anna, boris, clara = swarm(folder, 0.0, 0.0, 0.0)
+    lines: list[tuple[float, Diary, Event]] = []
+    truth = {}
+    for step in range(1, 190):
+        if not 35 <= step < 120:
+            lines.append((step / 10, boris, Noted(line=f"boris {step}")))
+        lines += [(step / 10, diary, Noted(line=f"{diary.peer[-1]} {step}")) for diary in (anna, clara)]
+    truth = {event.line: at for at, _, event in lines if isinstance(event, Noted)}
+
+    def goes(at: float, name: str, sender: Diary, receiver: Diary, took: float, *, again: float | None = None) -> None:
+        came = Received(sender=sender.peer, id=name, kind="header", signer=sender.peer, round=12)
+        sent = Sent(to=receiver.peer, id=name, kind="header", outcome="delivered", seconds=took)
+        lines.append((at + took / 2, receiver, came))
+        lines.append(((at if again is None else again) + took, sender, sent))
+
+    for number, sender in enumerate(diaries):
+        for receiver in diaries:
+            if receiver is sender:
+                continue
+            for part, at in enumerate((0.5, 1.5, 13.5, 16.5)):
+                name = f"{part}{number:015x}"
+                goes(at + number / 7, name, sender, receiver, 0.004)
+            if sender is boris:
+                goes(3.0, HEADER, sender, receiver, 0.03, again=15.0)
+    lines += [(2.9, boris, made())]
+    lines += [(at + 1 / 7 - 0.01, boris, made(f"{part}{1:015x}")) for part, at in enumerate((0.5, 1.5, 13.5, 16.5))]
+    back = False
+    for at, diary, event in sorted(lines, key=lambda line: line[0]):
+        if diary is boris and at >= 12 and not back:
+            boris.start(11.5, late=0.008)
+            boris.tell(11.6, head(12))
+            back = True
+        diary.tell(at, event)
+    return diaries, truth
+
+
+def noted(timeline: Timeline) -> dict[str, float]:
+    return {m.event.line: timeline.seconds(m) for m in timeline.moments if isinstance(m.event, Noted)}
+
+
+def test_what_a_killed_peer_pushes_anew_does_not_draw_others_after_it(tmp_path: Path) -> None:
+    diaries, truth = kill_and_restart(tmp_path)
+    close(diaries)
+    timeline = read_round([diary.path for diary in diaries])
+    shown = noted(timeline)
+    assert shown.keys() == truth.keys()
+    assert {line: at for line, at in shown.items() if abs(at - truth[line]) > 0.02} == {}
+    heard = [timeline.seconds(m) for m in timeline.moments if getattr(m.event, "sender", "") == BORIS]
+    pushed = [3.0, *(at + 1 / 7 for at in (0.5, 1.5, 13.5, 16.5))]
+    assert heard == pytest.approx(sorted([*pushed, *pushed]), abs=0.03)
+
+
+def test_a_killed_peer_that_is_known_by_one_line_of_its_second_start_keeps_its_clock(tmp_path: Path) -> None:
+    diaries = anna, boris = swarm(tmp_path, 0.0, 100.0)
+    for number, at in enumerate((1.0, 2.0, 3.0)):
+        passes(at, f"{number:016x}", anna, boris)
+    boris.start(10.0)
+    boris.tell(11.0, head(12), Noted(line="back"))
+    close(diaries)
+    assert noted(read_round([diary.path for diary in diaries]))["back"] == pytest.approx(11.0, abs=0.03)
+
+
+def test_a_record_whose_first_receipt_was_lost_is_outvoted(tmp_path: Path) -> None:
+    diaries = anna, boris = swarm(tmp_path, 0.0, 100.0)
+    for number, at in enumerate((1.0, 2.0)):
+        passes(at, f"{number:016x}", anna, boris)
+    anna.tell(3.02, Sent(to=BORIS, id="9" * 16, kind="header", outcome="delivered", seconds=0.02))
+    boris.tell(9.0, Received(sender=ANNA, id="9" * 16, kind="header", signer=ANNA, round=12), Noted(line="late"))
+    close(diaries)
+    timeline = read_round([diary.path for diary in diaries])
+    assert noted(timeline)["late"] == pytest.approx(9.0, abs=0.03)
+    offsets = {clock.peer: clock.offset for clock in timeline.clocks}
+    assert offsets[BORIS] - offsets[ANNA] == pytest.approx(-100.0, abs=0.03)
+
+
+def test_only_the_receipt_is_moved_and_it_says_so(tmp_path: Path, spes: Spes) -> None:
+    diaries = anna, boris = swarm(tmp_path, 0.0, -0.002)  # a difference that is too small to be corrected
+    passes(1.0, HEADER, anna, boris, took=0.002)
+    boris.tell(1.001, Noted(line="after it"))
+    close(diaries)
+    timeline = read_round([diary.path for diary in diaries])
+    assert timeline.agree
+    (got,) = (m for m in timeline.moments if isinstance(m.event, Received))
+    (push,) = (m for m in timeline.moments if isinstance(m.event, Sent))
+    assert push.at < got.at < push.at + 0.0001
+    assert got.moved == pytest.approx(0.001, abs=0.0001)
+    assert [m.event.NAME for m in timeline.moments if m.moved] == ["received"]
+    shown = spes("events", *(diary.path for diary in diaries))
+    assert "~+1.001  …BBBBBB  heard from …AAAAAA" in shown.out
+    (event,) = (
+        event
+        for event in spes("events", *(diary.path for diary in diaries), "--json").json["events"]
+        if "moved" in event
+    )
+    assert (event["event"], event["moved"]) == ("received", pytest.approx(got.moved, abs=1e-6))
+    assert noted(timeline)["after it"] - timeline.seconds(got) == pytest.approx(-0.001, abs=0.0001)
 
 
 @settings(max_examples=40, deadline=None)
@@ -325,11 +439,6 @@ def test_why_a_blob_did_not_arrive(tmp_path: Path) -> None:
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def spes(capsys: pytest.CaptureFixture[str]) -> Spes:
-    return Spes(capsys)
 
 
 def test_the_command_shows_a_table_json_and_an_answer(tmp_path: Path, spes: Spes) -> None:
