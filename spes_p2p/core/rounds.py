@@ -300,14 +300,13 @@ class Participant:
         return [Cut()]
 
     def _dropped(self, now: float) -> tuple[int, ...] | None:
-        """The groups to drop: of owners who are gone, or have not contributed; None when too few would be left."""
+        """The groups to drop: of owners who are gone, or have contributed nothing that could be in a set.
+
+        None when too few would be left.
+        """
         base = self.agreement.valid_set
-        kept = {
-            peer
-            for peer in self._electorate.owners
-            if (peer == self.me or self.patience.is_there(peer, now))
-            and (base is not None or peer in self.headers or peer in self._offers)
-        }
+        useful = {header.signer for _, header in self._judged_headers()} if base is None else self._electorate.owners
+        kept = {peer for peer in useful if peer == self.me or self.patience.is_there(peer, now)}
         weight = self._electorate.weight(kept)
         has_majority = self._electorate.is_majority(weight)
         already = () if base is None else base.value.dropped

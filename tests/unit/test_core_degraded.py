@@ -54,14 +54,15 @@ def run_of(owners: int, standbys: int = 0, **rules: Any) -> tuple[Manifest, Head
 class Room:
     """Peers that are there; the others are gone. `commits` are what each came to, first one first."""
 
-    def __init__(self, manifest: Manifest, head: Head, there: Collection[int], *, silent: Collection[int] = ()) -> None:
+    def __init__(
+        self, manifest: Manifest, head: Head, there: Collection[int], *, withheld: Collection[int] = ()
+    ) -> None:
         self.manifest = manifest
         self.now = 0.0
         self.peers = {peer_name(n): Participant(manifest, peer_name(n), head) for n in there}
         self.outputs: dict[str, list[Output]] = {name: [] for name in self.peers}
         self.commits: dict[str, Committed] = {}
-        self.lost: list[Signed[Any]] = []
-        self._silent = {peer_name(n) for n in silent}
+        self._withheld = {peer_name(n) for n in withheld}
         self._pending: list[tuple[str, Any]] = []
 
     def contribute(self, *numbers: int) -> None:
@@ -114,7 +115,7 @@ class Room:
             elif isinstance(output, Resend):
                 for message in output.messages:
                     self._pass_on(name, message)
-            elif isinstance(output, Fetch):
+            elif isinstance(output, Fetch) and output.header.signer not in self._withheld:
                 queue += peer.on_checked(output.header.id, Verdict(None, (("shared", 1.0),)), self.now)
             elif isinstance(output, Apply):
                 queue += peer.on_applied(
@@ -124,9 +125,6 @@ class Room:
                 self.commits[name] = output
 
     def _pass_on(self, name: str, signed: Signed[Any]) -> None:
-        if name in self._silent:
-            self.lost.append(signed)
-            return
         self._pending += [(other, signed) for other in self.peers if other != name]
 
     def of(self, number: int, kind: type[Any]) -> list[Any]:
@@ -238,6 +236,18 @@ def test_owners_that_do_not_contribute_are_dropped_though_they_vote() -> None:
     room = Room(*run_of(5), there=(0, 1, 2, 3, 4))
     room.contribute(0, 1, 2)
     room.run(300.0)
+    commit, _ = room.agreed()
+    assert commit.value.value.dropped == (3, 4)
+
+
+def test_owners_whose_blobs_nobody_can_get_are_dropped_though_they_repeat_their_header() -> None:
+    room = Room(*run_of(5), there=(0, 1, 2), withheld=(3, 4))
+    room.contribute(0, 1, 2, 3, 4)
+    for _ in range(200):
+        room.run(2.0)
+        if room.commits:
+            break
+        room.contribute(3, 4)
     commit, _ = room.agreed()
     assert commit.value.value.dropped == (3, 4)
 
