@@ -322,6 +322,52 @@ class ViewBegun(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Relented(Event):
+    """After waiting so long we agree that fewer than a quorum close the round: `enough` is "majority" or "any"."""
+
+    NAME: ClassVar[str] = "relented"
+    round: int
+    enough: str
+    seconds: float
+
+    def _told(self, names: Names) -> str:
+        if self.enough == "any":
+            may = "most owners are gone; whoever is here may go on, and goes back if the others went on too"
+        else:
+            may = "owners of more than half of the groups may go on without the others"
+        return f"round {self.round}: no commit for {self.seconds:.0f} s; {may}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaidTwice(Event):
+    """Two different votes of one signer in one place came, for these sets; the next commit takes its groups."""
+
+    NAME: ClassVar[str] = "said_twice"
+    signer: str
+    kind: str
+    round: int
+    view: int
+    first: str = ""
+    second: str = ""
+
+    def _told(self, names: Names) -> str:
+        place = f"its {self.kind} in view {self.view} of round {self.round}"
+        return f"heard {names(self.signer)} contradict itself in {place}: {self.first or 'nil'}, {self.second or 'nil'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halted(Event):
+    """No root can win: the run stands here until the organizer resets it."""
+
+    NAME: ClassVar[str] = "halted"
+    round: int
+    reason: str
+
+    def _told(self, names: Names) -> str:
+        return f"halted in round {self.round}{_because(self.reason)}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Applied(Event):
     """A set was applied to the state."""
 
@@ -333,6 +379,52 @@ class Applied(Event):
 
     def _told(self, names: Names) -> str:
         return f"applied set {self.value} of round {self.round}: root {self.root} (in {self.seconds:.3f} s)"
+
+
+# ---- snapshots -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotBegun(Event):
+    """The global state of a round is going to be fetched, as far as it is not here; `state` is that round."""
+
+    NAME: ClassVar[str] = "snapshot_begun"
+    state: int
+    bytes: int
+    holders: tuple[str, ...]
+
+    def _told(self, names: Names) -> str:
+        givers = ", ".join(map(names, self.holders))
+        return f"fetches the state of round {self.state}: {self.bytes} bytes from {givers or 'nobody'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotDone(Event):
+    """That has ended after `bytes` more were here: the state is whole and right, or `reason` tells why it is not."""
+
+    NAME: ClassVar[str] = "snapshot_done"
+    state: int
+    bytes: int
+    seconds: float
+    reason: str = ""
+
+    def _told(self, names: Names) -> str:
+        how = "gave up" if self.reason else "has"
+        size = f"{self.bytes} bytes in {self.seconds:.3f} s"
+        return f"{how} the state of round {self.state}: {size}{_because(self.reason)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HolderDropped(Event):
+    """A holder of a snapshot failed, stalled or lied, and is not asked for it again."""
+
+    NAME: ClassVar[str] = "holder_dropped"
+    state: int
+    holder: str
+    reason: str
+
+    def _told(self, names: Names) -> str:
+        return f"asks {names(self.holder)} no more for the state of round {self.state}{_because(self.reason)}"
 
 
 # ---- trainer, network ----------------------------------------------------------------------------------------------

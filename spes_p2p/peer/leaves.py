@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer.meter import Meter
+from spes_p2p.peer.recorder import SILENT, Recorder
 from spes_p2p.store.receiver import Leaf, Receiver
 from spes_protocols import requests
 from spes_protocols.codec import encode
@@ -80,6 +81,7 @@ class Crew:
         meter: Meter,
         on_arrival: Callable[[], None],
         log: Callable[[str], None],
+        events: Recorder = SILENT,
     ) -> None:
         self._transport = transport
         self._receiver = receiver
@@ -87,6 +89,7 @@ class Crew:
         self._meter = meter
         self._on_arrival = on_arrival
         self._log = log
+        self._events = events
         self._queue = deque(_parts(receiver))
         self._busy: set[Part] = set()
         self._rates: dict[str, float] = {}
@@ -147,6 +150,7 @@ class Crew:
         if isinstance(error, RemoteError) and error.check in ("blob_digest", "size", "decode"):
             self.liars.add(peer)
         self._log(f"snapshot of round {self._round}: {peer} is dropped: {error}")
+        self._events.holder_dropped(self._round, peer, error)
         current = asyncio.current_task()
         for lane in self._lanes.pop(peer):
             if lane is not current:

@@ -276,6 +276,24 @@ class Recorder:
         self._view = (round_number, view)
         self._put(events.ViewBegun(round=round_number, view=view, why=self._why(before, view)))
 
+    def relented(self, round_number: int, enough: str, waited_seconds: float) -> None:
+        """We agree that fewer than a quorum close the round."""
+        self._put(events.Relented(round=round_number, enough=enough, seconds=round(waited_seconds, 3)))
+
+    def said_twice(self, first: Signed[Any], second: Signed[Any]) -> None:
+        """A signer contradicted itself."""
+        number, view, value = _place(first.record)
+        self._put(
+            events.SaidTwice(
+                signer=first.signer, kind=first.record.KIND, round=number, view=view, first=value,
+                second=_place(second.record)[2],
+            )
+        )  # fmt: skip
+
+    def halted(self, round_number: int, reason: str) -> None:
+        """Only the organizer can make the run go on."""
+        self._put(events.Halted(round=round_number, reason=_text(reason)))
+
     def applied(self, round_number: int, value_id: bytes, root: bytes, since: float) -> None:
         """A set was applied."""
         self._put(events.Applied(round=round_number, value=short(value_id), root=short(root), seconds=_seconds(since)))
@@ -290,6 +308,20 @@ class Recorder:
         heard = self._heard.setdefault(view, _Heard())
         _bound(self._heard, 256)
         return heard
+
+    # ---- snapshots ---------------------------------------------------------------------------------------------
+
+    def snapshot_begun(self, state: int, size: int, holders: Sequence[str]) -> None:
+        """So many bytes of a round's state are going to be fetched."""
+        self._put(events.SnapshotBegun(state=state, bytes=size, holders=tuple(holders[:HOLDERS_MAX])))
+
+    def snapshot_done(self, state: int, size: int, since: float, reason: str = "") -> None:
+        """So many bytes of it came; that began at `since` (monotonic seconds), and failed if there is a reason."""
+        self._put(events.SnapshotDone(state=state, bytes=size, seconds=_seconds(since), reason=_text(reason)))
+
+    def holder_dropped(self, state: int, holder: str, error: SpesError) -> None:
+        """A holder of a snapshot is not asked again."""
+        self._put(events.HolderDropped(state=state, holder=holder, reason=_text(error)))
 
     # ---- trainer, network --------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol, TypeVar
@@ -17,10 +18,11 @@ from spes_p2p.core.roots import state_root
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer.leaves import Crew
 from spes_p2p.peer.meter import Meter
+from spes_p2p.peer.recorder import SILENT, Recorder
 from spes_p2p.store.chain import Chain
 from spes_p2p.store.states import StateStore
 from spes_protocols.codec import decode, encode
-from spes_protocols.errors import NetworkError, RemoteError
+from spes_protocols.errors import NetworkError, RemoteError, SpesError
 from spes_protocols.messages import SnapshotIndex
 from spes_protocols.requests import INDEX, SNAPSHOTS, IndexRequest, SnapshotsReply
 
@@ -53,6 +55,7 @@ class Snapshots:
         *,
         report: Report,
         log: Callable[[str], None],
+        events: Recorder = SILENT,
     ) -> None:
         self._transport = transport
         self._contacts = contacts
@@ -61,6 +64,7 @@ class Snapshots:
         self._meter = meter
         self._report = report
         self._log = log
+        self._events = events
         self._liars: deque[str] = deque(maxlen=LIARS_KEPT)
 
     async def offers(self, rounds: Collection[int]) -> dict[int, list[str]]:
@@ -78,6 +82,7 @@ class Snapshots:
         Raises `NetworkError` when they do not have it any more, or lie; what came is kept. `UserError` when the disk
         has no room for it, before anything is fetched.
         """
+        since = time.monotonic()
         index = self._states.wanted(round_number)
         if index is None or state_root(index) != self._chain.root_at(round_number):
             index = await self._index(holders, round_number)
@@ -88,7 +93,9 @@ class Snapshots:
             copied = await asyncio.to_thread(receiver.reuse)
             if copied:
                 self._log(f"{copied / 2**20:.0f} MiB of the state of round {round_number} were here already")
-            self._meter.begin(receiver.bytes_missing)
+            lacked = receiver.bytes_missing
+            self._events.snapshot_begun(round_number, lacked, holders)
+            self._meter.begin(lacked)
 
             def arrived() -> None:
                 self._meter.left(receiver.bytes_missing)
@@ -99,13 +106,18 @@ class Snapshots:
 
             arrived()
             crew = Crew(
-                self._transport, receiver, round_number, meter=self._meter, on_arrival=arrived, log=self._log
+                self._transport, receiver, round_number, meter=self._meter, on_arrival=arrived, log=self._log,
+                events=self._events,
             )  # fmt: skip
             try:
                 await crew.fetch(random.sample(holders, len(holders)), more)
+                await asyncio.to_thread(receiver.finish)
+            except SpesError as error:
+                self._events.snapshot_done(round_number, lacked - receiver.bytes_missing, since, str(error))
+                raise
             finally:
                 self._liars.extend(crew.liars)
-            await asyncio.to_thread(receiver.finish)
+            self._events.snapshot_done(round_number, lacked, since)
         finally:
             self._meter.end()
             await asyncio.to_thread(receiver.close)
@@ -146,5 +158,7 @@ class Snapshots:
         index = decode(SnapshotIndex, raw, peer=peer)
         if index.round != round_number or state_root(index) != self._chain.root_at(round_number):
             self._liars.append(peer)
-            raise RemoteError("state_root", f"its index of round {round_number} is not the ledger's state", peer)
+            error = RemoteError("state_root", f"its index of round {round_number} is not the ledger's state", peer)
+            self._events.holder_dropped(round_number, peer, error)
+            raise error
         return index

@@ -94,7 +94,9 @@ class Syncer:
         self._tidy = tidy
         self._under_way: dict[bytes, asyncio.Lock] = {}
         self.meter = Meter()
-        self._snapshots = Snapshots(transport, contacts, chain, states, self.meter, report=report, log=log)
+        self._snapshots = Snapshots(
+            transport, contacts, chain, states, self.meter, report=report, log=log, events=events
+        )  # fmt: skip
 
     # ---- blobs -------------------------------------------------------------------------------------------------
 

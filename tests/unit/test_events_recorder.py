@@ -169,6 +169,31 @@ def test_a_note_is_told_once_a_minute() -> None:
     assert [event.line for event in notebook.of(events.Noted)] == ["disk full", "other?[2J"]
 
 
+def test_what_stands_in_the_way_of_a_commit_is_told_in_fields() -> None:
+    notebook = Notebook()
+    recorder = notebook.recorder
+    recorder.relented(7, "majority", 12.3456)
+    recorder.relented(7, "any", 40.0)
+    recorder.said_twice(prevote(EVE, view=2, round_number=7), prevote(EVE, view=2, round_number=7, value=b""))
+    recorder.halted(7, "no state root can reach a quorum\x1b[2J")
+    first, second, twice, halted = notebook.written
+    assert first == events.Relented(round=7, enough="majority", seconds=12.346)
+    assert second == events.Relented(round=7, enough="any", seconds=40.0)
+    assert twice == events.SaidTwice(
+        signer=EVE.peer_id, kind="prevote", round=7, view=2, first=SET.hex()[:16], second=""
+    )  # fmt: skip
+    assert twice.peers == (EVE.peer_id,)
+    assert halted == events.Halted(round=7, reason="no state root can reach a quorum?[2J")
+    told = [event.told(lambda peer: peer[-6:]) for event in notebook.written]
+    assert told == [
+        "round 7: no commit for 12 s; owners of more than half of the groups may go on without the others",
+        "round 7: no commit for 40 s; most owners are gone; whoever is here may go on, and goes back if the others "
+        "went on too",
+        f"heard {EVE.peer_id[-6:]} contradict itself in its prevote in view 2 of round 7: {SET.hex()[:16]}, nil",
+        "halted in round 7: no state root can reach a quorum?[2J",
+    ]
+
+
 # ---- the outbox ------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import cast
@@ -11,7 +12,9 @@ import pytest
 
 from spes_p2p.core.roots import state_root
 from spes_p2p.peer import leaves as crews
+from spes_p2p.peer.events import Event, HolderDropped, SnapshotBegun, SnapshotDone, parse
 from spes_p2p.peer.meter import Meter
+from spes_p2p.peer.recorder import Recorder
 from spes_p2p.peer.snapshots import Snapshots
 from spes_p2p.store.chain import Chain
 from spes_p2p.store.states import StateStore
@@ -49,11 +52,13 @@ class Fetching:
         self.source = source
         self.states = StateStore(folder / "states", SPECS)
         self.said: list[str] = []
+        self.events: list[Event | None] = []
         self.shares: list[float] = []
         self.snapshots = Snapshots(
             MemoryTransport(self.network, CARL), Everybody(self.network),
             cast(Chain, Ledger({4: source.root(4)})), self.states, Meter(),
             report=lambda text, share: self.shares.append(share), log=self.said.append,
+            events=Recorder(lambda name, fields: self.events.append(parse(name, json.loads(json.dumps(fields))))),
         )  # fmt: skip
 
     async def fetch(self) -> None:
@@ -88,6 +93,10 @@ def test_all_holders_take_part_and_what_is_under_way_is_bounded(fetching: Fetchi
     assert all(holder.at_once_max <= crews.LANES for holder in holders)
     assert fetching.shares[-1] == 1.0 and fetching.shares == sorted(fetching.shares)
     assert "dropped" not in fetching.heard
+    begun, done = fetching.events
+    assert isinstance(begun, SnapshotBegun) and isinstance(done, SnapshotDone)
+    assert (begun.state, set(begun.holders)) == (4, {holder.peer_id for holder in holders})
+    assert (done.state, done.bytes, done.reason) == (4, begun.bytes, "")
 
 
 def test_of_many_holders_a_few_work_at_a_time(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +186,10 @@ def test_what_came_before_everybody_failed_is_not_fetched_again(fetching: Fetchi
     liar = Holder(fetching.network, 0, fetching.source, lie)
     with pytest.raises(NetworkError, match=r"\d+ MiB of the snapshot of round 4 are still missing"):
         asyncio.run(fetching.fetch())
+    begun, dropped, done = fetching.events
+    assert isinstance(begun, SnapshotBegun) and isinstance(dropped, HolderDropped) and isinstance(done, SnapshotDone)
+    assert (dropped.state, dropped.holder, dropped.reason[:11]) == (4, liar.peer_id, "blob_digest")
+    assert 0 < done.bytes < begun.bytes and "still missing" in done.reason
     index = fetching.source.index(4)
     missing = len(fetching.states.receiver(index).missing())
     assert 0 < missing < LEAVES
@@ -226,6 +239,8 @@ def test_an_index_that_is_not_the_ledgers_is_a_lie(fetching: Fetching, tmp_path:
     with pytest.raises(NetworkError, match="nobody gave the index"):
         asyncio.run(fetching.fetch())
     assert f"asking {liar.peer_id} for a snapshot: state_root" in fetching.heard
+    (dropped,) = fetching.events
+    assert isinstance(dropped, HolderDropped) and dropped.reason.startswith("state_root")
     good = Holder(fetching.network, 1, fetching.source)
     assert asyncio.run(fetching.snapshots.offers((4,))) == {4: [good.peer_id]}
     assert liar.asked == 0
