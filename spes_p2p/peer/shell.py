@@ -67,11 +67,6 @@ from spes_protocols.messages import (
 RETRY_SECONDS = 5.0
 """Pause before a fetch or apply that failed is tried again."""
 
-_RELENTED = {
-    Leniency.MAJORITY: "no commit for too long; owners of more than half of the groups may go on without the others",
-    Leniency.ANY: "most owners are gone; whoever is here may go on, and goes back if the others went on too",
-}
-
 PUSHED = (Header, Claim, Release, Ban, End, Proposal, Prevote, Precommit, Start, Reset)
 
 
@@ -268,11 +263,16 @@ class Shell:
                 )
                 self._start(self._apply(output.value))
             case Relented():
-                self._events.noted(f"round {self._chain.head.round}: {_RELENTED[output.leniency]}")
+                enough = output.leniency.name.lower()
+                self._events.relented(self._chain.head.round, enough, output.waited_seconds)
             case Doubled():
+                self._events.said_twice(output.first, output.second)
                 who = output.first.signer
                 self._log(f"{who} has said two different things in one place; the next commit takes its groups")
-            case Halt() | Abstain():
+            case Halt():
+                self._events.halted(self._chain.head.round, output.reason)
+                self._log(output.reason)
+            case Abstain():
                 self._log(output.reason)
         return []
 
