@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,21 @@ from spes_p2p.core.ledger import commit_strength
 from spes_p2p.core.members import Strength
 from spes_p2p.core.outputs import Say
 from spes_p2p.core.views import Leniency
+from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Precommit, Prevote, Proposal, Signed, VerifiedSet
 from tests.sim.records import make_header, make_set, open_set, peer_name, seal
 from tests.unit.test_core_degraded import Room, run_of
+
+
+class Deaf(Room):
+    """What its peers say reaches nobody, but `lost`."""
+
+    def __init__(self, manifest: Manifest, head: Head, there: Collection[int]) -> None:
+        super().__init__(manifest, head, there)
+        self.lost: list[Signed[Any]] = []
+
+    def _pass_on(self, name: str, signed: Signed[Any]) -> None:
+        self.lost.append(signed)
 
 
 class Scene:
@@ -27,7 +40,7 @@ class Scene:
         number_of = {peer_name(number): number for number in range(5)}
         self.liar = number_of[head.electorate.leader(1)]
         self.honest = [number for number in range(5) if number != self.liar]
-        self.room = Room(manifest, head, self.honest, silent=self.honest)
+        self.room = Deaf(manifest, head, self.honest)
         for name, peer in self.room.peers.items():
             self.room._carry_out(name, peer.agreement.relent(leniency, 0.0))
         self.value = make_set(head, headers=[make_header(manifest, head, peer_name(n)) for n in range(5)])
