@@ -79,9 +79,11 @@ def check_refusal(manifest: Manifest, head: Head, check: str, header: Signed[Hea
     """Whether a set may list this header as refused for `check` (SPEC 7.3), as far as no blob is needed.
 
     Raises `RemoteError` with check `refusal`. A header of another run, epoch or round is no offence: it proves nothing.
+    Nor does one that follows another head, for two branches may have a round of one epoch (SPEC 5.13).
     """
     record = header.record
-    if (record.run_id, record.epoch, record.round) != (head.run_id, head.epoch, head.round):
+    place = (record.run_id, record.epoch, record.round, record.base)
+    if place != (head.run_id, head.epoch, head.round, head.id):
         raise RemoteError("refusal", "the refused header is not of this round", header.signer)
     if head.member(header.signer) is None:
         raise RemoteError("refusal", "the refused header comes from outside the member table", header.signer)

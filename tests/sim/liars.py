@@ -157,7 +157,7 @@ class Liar(SimPeer):
         if kind == "loud":
             norms = tuple((name, 1e9) for name, _ in blobs.verdict.norms)
             return header, Blobs(Verdict(None, norms), self.name)
-        wrong = {"base": sha256(b"elsewhere")} if kind == "base" else {"tokens": 2**30}
+        wrong = {"state_root": sha256(b"elsewhere")} if kind == "base" else {"tokens": 2**30}
         return make_header(self.world.manifest, self.head, self.name, **wrong), blobs
 
     def _hide_blobs(self) -> None:

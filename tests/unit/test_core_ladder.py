@@ -95,13 +95,13 @@ def provable(check: str, header: Signed[Header]) -> bool:
 
 
 def test_a_refusal_names_the_check_that_its_header_fails() -> None:
-    good, bad = make_header(MANIFEST, HEAD, A), make_header(MANIFEST, HEAD, A, base=b"x" * 32)
+    good, bad = make_header(MANIFEST, HEAD, A), make_header(MANIFEST, HEAD, A, state_root=b"x" * 32)
     assert {check for check in CHECKS if provable(check, good)} == set(BLOB_CHECKS)
     assert {check for check in CHECKS if provable(check, bad)} == {"base"}
 
 
 def test_headers_from_elsewhere_are_no_offence() -> None:
-    for changes in ({"run_id": b"x" * 32}, {"epoch": b"x" * 32}, {"round": 6}):
+    for changes in ({"run_id": b"x" * 32}, {"epoch": b"x" * 32}, {"round": 6}, {"base": b"x" * 32}):
         header = make_header(MANIFEST, HEAD, A, **changes)
         assert not any(provable(check, header) for check in CHECKS)
     outsider = seal(make_header(MANIFEST, HEAD, A).record, F)

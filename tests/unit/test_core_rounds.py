@@ -191,7 +191,7 @@ def test_a_leader_names_what_it_refuses() -> None:
         peer.on_checked(sent[name].id, Verdict(None, (("shared", norms[name]),)), 0.0)
     peer.on_message(sent[bad], 0.0)
     peer.on_checked(sent[bad].id, Verdict("finite"), 0.0)
-    broken = make_header(MANIFEST, HEAD, wrong, base=b"x" * 32)
+    broken = make_header(MANIFEST, HEAD, wrong, state_root=b"x" * 32)
     outputs = peer.on_message(broken, 0.0)
     assert [(refused.peer, refused.check) for refused in of(Refused, outputs)] == [(wrong, "base")]
     (say,) = of(Say, outputs)
@@ -204,7 +204,7 @@ def test_a_refused_header_counts_towards_the_two_thirds() -> None:
     _, second, third = [name for name in PEERS if name != LEADER]
     peer = collecting(LEADER, absent=(second, third))
     assert peer.phase == "training"
-    peer.on_message(make_header(MANIFEST, HEAD, second, base=b"x" * 32), 0.0)
+    peer.on_message(make_header(MANIFEST, HEAD, second, state_root=b"x" * 32), 0.0)
     assert peer.phase == "collecting"
     value = open_set(built(peer, 10.0))
     assert [check for check, _ in value.refused] == ["base"] and len(value.headers) == 2
@@ -313,7 +313,7 @@ def test_a_set_that_is_not_as_any_member_finds_it_gets_nil(fault: str) -> None:
 def test_refusals_that_hold_are_prevoted() -> None:
     sent = headers()
     rest = [name for name in PEERS if name != ME]
-    wrong = make_header(MANIFEST, HEAD, rest[0], base=b"x" * 32)
+    wrong = make_header(MANIFEST, HEAD, rest[0], state_root=b"x" * 32)
     value = make_set(HEAD, headers=[sent[name] for name in rest[1:]], refused=[("base", wrong)])
     assert vote_on(value, collecting(absent=(ME, rest[0]))) == value.id
 
@@ -330,7 +330,7 @@ def test_nothing_is_fetched_for_a_set_that_breaks_the_ledgers_rules() -> None:
 
 def test_a_refused_header_is_not_fetched_when_its_own_words_show_why() -> None:
     sent = headers()
-    wrong = make_header(MANIFEST, HEAD, ME, base=b"x" * 32)
+    wrong = make_header(MANIFEST, HEAD, ME, state_root=b"x" * 32)
     value = make_set(HEAD, headers=[sent[name] for name in PEERS if name != ME], refused=[("base", wrong)])
     assert [type(output) for output in hear(collecting(absent=(ME,)), value)] == [Say]
 
