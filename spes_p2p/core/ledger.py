@@ -189,6 +189,8 @@ def verify_commit(
             raise RemoteError("votes", f"round {body.round}: a precommit is for something else", vote.signer)
         if vote.signer in voters:
             raise RemoteError("votes", f"round {body.round}: a peer's precommit is there twice", vote.signer)
+        if vote.signer not in head.electorate.weights:  # anybody could make the ledger long with such
+            raise RemoteError("votes", f"round {body.round}: a precommit by somebody who has no vote", vote.signer)
         voters.add(vote.signer)
     if commit_strength(head, value, votes) == Strength.NONE:
         electorate = head.electorate
