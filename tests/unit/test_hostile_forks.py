@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.crypto.envelope import seal, verify_set
+from spes_p2p.peer.ledger_sync import Answer
 from spes_p2p.peer.peer import Peer
+from spes_p2p.store.chain import Step
 from spes_protocols.codec import decode, encode
 from spes_protocols.errors import IntegrityError, UserError
 from spes_protocols.messages import Precommit, Prevote
@@ -96,5 +98,28 @@ def test_who_comes_back_to_a_branch_remembers_what_it_had_said_there(tmp_path: P
         assert agreement.locked_id == (value.id if branch == "the same" else b"")
         await network[CARL.peer_id].receive(EVE.peer_id, PUSH, signed.raw)
         assert not agreement.abstains, "an old vote of its own that somebody plays again is no surprise"
+
+    with_peer(tmp_path / "peer", log, test, [])
+
+
+# ---- what it costs ------------------------------------------------------------------------------------------------
+
+
+def test_records_that_are_here_cost_no_signatures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RunLog(tmp_path / "log")
+    log.start([log.claim(ADA), log.claim(BOB)])
+    log.close_round([log.header(ADA), log.header(BOB)])
+
+    async def test(peer: Peer, network: dict[str, MemoryTransport]) -> None:
+        async def from_the_beginning(sender: str, request: bytes) -> bytes:
+            entries = tuple(ChainEntry(kind=kind, data=data) for kind, data in log.db.chain(0, 9))
+            return encode(ChainReply(first=0, resets=0, entries=entries, length=len(entries)))
+
+        def costly(*_: object) -> Step:
+            raise AssertionError("a record was checked")
+
+        MemoryTransport(network, EVE).handle(CHAIN, from_the_beginning)
+        monkeypatch.setattr(peer.chain, "check_after", costly)
+        assert await peer._ledger.compare(EVE.peer_id) == Answer.SAME
 
     with_peer(tmp_path / "peer", log, test, [])
