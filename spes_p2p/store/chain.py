@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from spes_p2p.core.forks import Rank, rank_of_commit, rank_of_opening
 from spes_p2p.core.head import Head, genesis
-from spes_p2p.core.ledger import opened, verify_commit
+from spes_p2p.core.ledger import commit_strength, opened, verify_commit
+from spes_p2p.core.members import Strength
 from spes_p2p.crypto.envelope import unseal, unseal_votes, verify_set
 from spes_p2p.store.ledger_db import LedgerDB
 from spes_protocols.codec import decode
@@ -71,6 +72,8 @@ class Branch:
             return True
         if mine.kind == first.kind == "start" and mine.after.id != chain.head.id:
             return False  # a run that has begun to train is not moved by another start, only by a reset
+        if first.commit is not None and _is_final(mine):
+            return False  # two final ones take lies, or keys that leaked later: what is final stays
         return self._rank(first) > self._rank(mine)
 
     def _rank(self, step: Step) -> Rank:
@@ -78,6 +81,11 @@ class Branch:
             return rank_of_opening(self._chain.manifest, step.opening)
         assert step.value is not None
         return rank_of_commit(step.before, step.after.id, step.value, step.votes)
+
+
+def _is_final(step: Step) -> bool:
+    """Whether it is a commit that no other commit may replace."""
+    return step.value is not None and commit_strength(step.before, step.value, step.votes) == Strength.FINAL
 
 
 class StoredLedger:
@@ -132,6 +140,7 @@ class Chain(StoredLedger):
         super().__init__(manifest, run_id, db)
         self.head = genesis(manifest, run_id)
         self._heads: dict[bytes, Head] = {self.head.id: self.head}
+        self._partings: dict[bytes, Head] = {}  # heads that a better record may follow, however long ago
         self._ids = [self.head.id]
         self._positions = {self.head.id: 0}
         for step in self.walk():
@@ -175,7 +184,9 @@ class Chain(StoredLedger):
         position = self._positions[steps[0].before.id]
         rows = [(step.kind, step.before.round, step.after.id, step.data) for step in steps]
         self.db.replace_from(position, rows)
+        self._partings.pop(self._ids[position], None)
         for id in self._ids[position + 1 :]:
+            self._partings.pop(id, None)
             del self._positions[id]
             self._heads.pop(id, None)
         del self._ids[position + 1 :]
@@ -200,7 +211,8 @@ class Chain(StoredLedger):
 
     def branch(self, position: int) -> Branch | None:
         """A branch that leaves this ledger after so many records, None if that is too far back."""
-        before = self._heads.get(self._ids[position])
+        id = self._ids[position]
+        before = self._heads.get(id) or self._partings.get(id)
         return None if before is None else Branch(self, before)
 
     def step_after(self, before: Head) -> Step | None:
@@ -230,5 +242,7 @@ class Chain(StoredLedger):
         self._ids.append(step.after.id)
         self._positions[step.after.id] = self.length
         self._heads[step.after.id] = step.after
+        if not _is_final(step) and len(self._partings) < HEADS_MAX:
+            self._partings[step.before.id] = step.before
         while len(self._heads) > HEADS_MAX:
             del self._heads[next(iter(self._heads))]

@@ -221,6 +221,35 @@ def test_a_ledger_names_its_heads_ever_more_sparsely(lines: tuple[Line, Line]) -
     assert one.chain.common([b"x" * 32]) == 0
 
 
+def test_a_commit_of_a_few_is_left_however_long_ago_it_was(
+    lines: tuple[Line, Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spes_p2p.store.chain.HEADS_MAX", 8)
+    one, two = lines
+    one.close((4,), drop=(0, 1, 2, 3))
+    for _ in range(30):
+        one.close((0,))
+    for _ in range(3):
+        two.close()
+    assert read(one, two) == Read(3, 31)
+    assert one.head == two.head
+    again = Chain(MANIFEST, RUN_ID, one.db)
+    assert again.branch(0) is not None, "another start may have been made"
+    assert again.branch(1) is not None, "recent"
+
+
+def test_what_is_final_is_not_moved_by_another_final_commit(lines: tuple[Line, Line]) -> None:
+    one, two = lines
+    one.close()
+    two.close(variant=1)
+    two.close()
+    for mine, other in ((one, two), (two, one)):
+        before = mine.head
+        assert (compare(mine, other), read(mine, other), mine.head) == (Answer.WORSE, Read(0, 0), before)
+    two.reset(two.head, 1)
+    assert read(one, two) == Read(3, 1)
+
+
 # ---- consent -----------------------------------------------------------------------------------------------------
 
 
