@@ -63,6 +63,7 @@ class Agreement:
         self.abstains = False
         self.halted = False
         self.leniency = Leniency.QUORUM
+        self.present: frozenset[str] = frozenset()
         self.locked_view = -1
         self.locked_id = NIL
         self.valid_view = -1
@@ -187,7 +188,10 @@ class Agreement:
         return self._progress(now)
 
     def relent(self, leniency: Leniency, now: float) -> list[Output]:
-        """This peer has waited long enough: consent to a commit by fewer than a quorum from now on (SPEC 5.12)."""
+        """This peer has waited long enough: consent to a commit by fewer than a quorum from now on (SPEC 5.12).
+
+        `present`, which its owner keeps up to date, are the owners that a set of a few must keep.
+        """
         self.leniency = max(self.leniency, leniency)
         return self._progress(now)
 
@@ -439,8 +443,10 @@ class Agreement:
         if valid is None:
             return []
         value = self._sets[value_id]
-        if self.leniency < self._leniency_for(value):
+        needed = self._leniency_for(value)
+        if self.leniency < needed:
             return []
+        valid = valid and (needed < Leniency.ANY or self._keeps_who_is_here(value.value.dropped))
         claimed = view.proposal.record.valid_view
         if claimed >= 0:
             by_itself = self._has_polka(claimed, value_id)
@@ -528,7 +534,13 @@ class Agreement:
     def _suffice(self, agreeing: int, consenting: Collection[str], dropped: Collection[int]) -> bool:
         """Whether votes are enough for this peer. Those of a few are what a liar alone can make: they need consent."""
         strength = self.electorate.strength(agreeing, consenting, dropped)
-        return strength > Strength.ANY or (strength == Strength.ANY and self.leniency == Leniency.ANY)
+        if strength == Strength.ANY:
+            return self.leniency == Leniency.ANY and self._keeps_who_is_here(dropped)
+        return strength > Strength.ANY
+
+    def _keeps_who_is_here(self, dropped: Collection[int]) -> bool:
+        """A local opinion, which harms nothing where no safety is promised: or one liar could drop everybody else."""
+        return self.present.issubset(self.electorate.kept(dropped))
 
     def _proof(self, number: int, value_id: bytes) -> tuple[Signed[Prevote], ...]:
         counted = (

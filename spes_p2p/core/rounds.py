@@ -125,7 +125,7 @@ class Participant:
         self._electorate = head.electorate
         self._senders = [m.peer for m in head.members if expected_sections(self.manifest, head, m.peer)]
         self._seen_at = 0.0
-        self.patience = Patience(rules)
+        self.patience = Patience(rules, self.me)
         self._has_cut = False
         self._grace_until: float | None = None
         self._blobs_until: float | None = None
@@ -285,6 +285,7 @@ class Participant:
         if self.agreement.decided or self.agreement.halted or not self._electorate.owners:
             return []
         leniency = self.patience.look(now)
+        self.agreement.present = frozenset(o for o in self._electorate.owners if self.patience.is_there(o, now))
         outputs = self._cut() if self.patience.is_half_over else []
         if leniency <= self.agreement.leniency:
             return outputs
@@ -306,7 +307,7 @@ class Participant:
         """
         base = self.agreement.valid_set
         useful = {header.signer for _, header in self._judged_headers()} if base is None else self._electorate.owners
-        kept = {peer for peer in useful if peer == self.me or self.patience.is_there(peer, now)}
+        kept = {peer for peer in useful if self.patience.is_there(peer, now)}
         weight = self._electorate.weight(kept)
         has_majority = self._electorate.is_majority(weight)
         already = () if base is None else base.value.dropped

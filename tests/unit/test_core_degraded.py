@@ -363,6 +363,30 @@ def test_who_does_not_consent_takes_no_decision_of_a_few() -> None:
     assert not commit.value.value.dropped
 
 
+def test_one_liar_can_not_drop_those_who_hear_one_another() -> None:
+    manifest, head = run_of(5)
+    room = Room(manifest, head, there=(0, 1))
+    room.contribute(0, 1)
+    room.run(299.0)
+    assert not room.commits
+    liar = peer_name(4)
+    header = make_header(manifest, head, liar)
+    value = make_set(head, headers=[header], dropped=(0, 1, 2, 3))
+    reached = room.peers[peer_name(0)].agreement.view
+    view = next(view for view in range(reached, reached + 5) if head.electorate.leader(view) == liar)
+    place = {"run_id": head.run_id, "epoch": head.epoch, "round": head.round, "view": view}
+    root = next_root(head.state_root, value.core_id)
+    for _ in range(60):
+        room.tell(header)
+        room.tell(seal(Proposal(view=view, valid_view=-1, value=value.value), liar))
+        room.tell(seal(Prevote(**place, value=value.id, degraded=True), liar))
+        room.tell(seal(Precommit(**place, value=value.id, state_root=root, degraded=True), liar))
+        room.run(5.0)
+        if room.commits:
+            break
+    assert all({0, 1}.isdisjoint(commit.value.value.dropped) for commit in room.commits.values())
+
+
 @pytest.mark.parametrize(
     ("dropped", "rule", "detail"),
     [
