@@ -86,7 +86,7 @@ def opened(manifest: Manifest, head: Head, opening: Signed[Start] | Signed[Reset
     new = replace(head, epoch=epoch, id=epoch, members=record.members, ended=False)
     if isinstance(record, Reset):
         new = replace(new, resets=record.number)
-    return replace(new, recent=_remember(head, new), released=())
+    return replace(new, recent=_remember(head, new))
 
 
 def check_claim_place(manifest: Manifest, head: Head, claim: Signed[Claim]) -> None:

@@ -138,6 +138,8 @@ def test_a_reset_goes_on_from_the_commit_it_names() -> None:
     after = opened(MANIFEST, head, seal(reset, ORGANIZER))
     assert (after.epoch, after.members, after.round) == (digest(reset), table, 1)
     assert (after.cursor, after.step, after.tokens, after.resets) == (head.cursor, head.step, head.tokens, 1)
+    left = ((OUTSIDER, 0),)  # whose old claim must not count again
+    assert opened(MANIFEST, replace(head, released=left), seal(reset, ORGANIZER)).released == left
     with pytest.raises(RemoteError, match="reset 1 where 1 is the last"):
         opened(MANIFEST, replace(head, resets=1), seal(reset, ORGANIZER))
     with pytest.raises(RemoteError) as caught:
