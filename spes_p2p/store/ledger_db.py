@@ -277,6 +277,15 @@ class LedgerDB:
         assert isinstance(length, int)
         return length
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether it holds neither records nor anything that this peer has said."""
+        query = (
+            "SELECT EXISTS (SELECT 1 FROM chain) OR EXISTS (SELECT 1 FROM own_votes) "
+            "OR EXISTS (SELECT 1 FROM own_headers)"
+        )
+        return self._rows(query) == [(0,)]
+
     def commit(self, round: int) -> bytes | None:
         """The bytes of the commit of a round, None if there is none."""
         query = "SELECT bytes FROM chain WHERE kind = 'commit' AND round = ? ORDER BY position DESC LIMIT 1"

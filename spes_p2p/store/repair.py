@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from spes_p2p.core.roots import leaf_digest, state_root
 from spes_p2p.store.chain import Chain
-from spes_p2p.store.files import atomic_write, move_synced
+from spes_p2p.store.files import move_synced
 from spes_p2p.store.rundir import RunDir
 from spes_p2p.store.salvage import read_damaged, rebuild, words_are_sound
 from spes_p2p.store.states import StateStore
@@ -78,13 +78,14 @@ class Repair:
         self.checked += 1
         self._report("checking the ledger", -1.0)
         path = self._run.ledger_path
-        if not path.exists():
-            if any(self._run.blobs_dir.iterdir()) or any(self._run.snapshots_dir.iterdir()):
-                atomic_write(self._run.silent_path, b"the ledger's database was gone\n")
-                self._found("ledger", "the file is missing, and with it this peer's own votes", _SILENT, swarm=True)
+        if not path.exists() and not self._run.has_taken_part:
             return
+        was_known = self._run.silent_path.exists()
         problem = self._ledger_problem()
         if problem is None:
+            if self._run.silent_path.exists() and not was_known:
+                what = "its records are gone, and with them this peer's own votes"
+                self._found("ledger", what, _SILENT, swarm=True)
             return
         rebuilt = rebuild(self._run, self._aside)
         done = f"rebuilt with {rebuilt.records} records, and {rebuilt.words} votes and headers of this peer"

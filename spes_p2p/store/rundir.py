@@ -136,8 +136,24 @@ class RunDir:
         return self.path / "silent"
 
     def ledger(self) -> LedgerDB:
-        """Open the ledger, empty if it is new."""
-        return LedgerDB(self.ledger_path)
+        """Open the ledger, empty if it is new. Raises `UserError` if the disk does not take it.
+
+        An empty one where this peer has taken part already is not new: what it held is lost, own votes too.
+        """
+        db = LedgerDB(self.ledger_path)
+        try:
+            if db.is_blank and self.has_taken_part:
+                atomic_write(self.silent_path, b"the ledger's database was gone\n")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    @property
+    def has_taken_part(self) -> bool:
+        """Whether blobs or states are here that only a peer with a ledger can have."""
+        states = (path.name for path in self.snapshots_dir.glob("*.index"))
+        return any(name != "0.index" for name in states) or any(self.blobs_dir.glob("*"))
 
     def blobs(self) -> BlobStore:
         """The store of blobs."""

@@ -21,6 +21,7 @@ from spes_client.main import main
 from spes_p2p.crypto.envelope import seal
 from spes_p2p.peer.silence import ROUNDS, Silence
 from spes_p2p.store.chain import Chain
+from spes_p2p.store.ledger_db import LedgerDB
 from spes_p2p.store.repair import Repair
 from spes_p2p.store.rundir import RunDir
 from spes_protocols.messages import Header, Prevote
@@ -231,12 +232,37 @@ def test_nothing_wrong(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_a_lost_ledger_is_told_from_a_new_peer(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_dir(home)
+def opened_since(run: RunDir) -> None:
     run.ledger_path.unlink()
+    LedgerDB(run.ledger_path).close()
+
+
+@pytest.mark.parametrize(
+    "lose", [lambda run: run.ledger_path.unlink(), lambda run: run.ledger_path.write_bytes(b""), opened_since]
+)
+def test_a_lost_ledger_is_told_from_a_new_peer(
+    home: Path, capsys: pytest.CaptureFixture[str], lose: Callable[[RunDir], None]
+) -> None:
+    run = run_dir(home)
+    lose(run)
     code, report = repair(home, capsys)
     assert code == 1 and report["findings"][0]["what"] == "ledger"
     assert run.silent_path.exists()
+
+
+def test_a_peer_that_starts_without_its_ledger_keeps_still_unasked(home: Path, tmp_path: Path) -> None:
+    run = run_dir(home)
+    run.ledger_path.unlink()
+    run.ledger().close()
+    assert run.silent_path.exists()
+    new = RunDir.create(tmp_path / "new", run.manifest.raw)
+    new.ledger().close()
+    with new.states().writer(0) as writer:
+        for name, array in run.states().read(run.states().rounds()[0]).items():
+            writer.add(name, array)
+        writer.commit()
+    new.ledger().close()
+    assert not new.silent_path.exists(), "the first state is there before the run has begun"
 
 
 def test_in_use_and_nothing_there(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
