@@ -355,13 +355,12 @@ class Agreement:
     def _decide(self) -> list[Output]:
         """Rule 49: a quorum of precommits of one view for one set and one root."""
         for number, view in self._views.items():
-            for chosen, weight in view.precommits.weights.items():
+            for chosen in view.precommits.weights:
                 value_id, root = chosen
                 value = self._sets.get(value_id)
                 if value is None:
                     continue
-                consenting = view.precommits.consents.get(chosen, ())
-                if self._suffice(weight, consenting, value.value.dropped):
+                if self._suffice(*view.precommits.amount(chosen), value.value.dropped):
                     self.decided = True
                     votes = tuple(
                         vote
