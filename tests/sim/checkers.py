@@ -62,6 +62,7 @@ class Checkers:
         self._counts: dict[bytes, Mapping[str, tuple[int, int]]] = {}
         self._slots: dict[tuple[Any, ...], bytes] = {}
         self._durable: dict[str, list[bytes]] = {}
+        self._parted: dict[str, int] = {}
         self._allowances: dict[str, tuple[float, float]] = {}
 
     # ---- the wire ----------------------------------------------------------------------------------------------
@@ -237,12 +238,21 @@ class Checkers:
     def on_durable(self, peer: SimPeer) -> None:
         """What a peer had on disk after a sync must still be there after any crash."""
         self._durable[peer.name] = [entry.after.id for entry in peer.disk.chain]
+        self._parted.pop(peer.name, None)
+
+    def on_parting(self, peer: SimPeer, position: int) -> None:
+        """Records from a position on are taken back for others; a crash may keep that write though it was not synced."""
+        self._parted[peer.name] = min(position, self._parted.get(peer.name, position))
 
     def on_boot(self, peer: SimPeer) -> None:
         """No committed round is lost by a restart."""
         chain = [entry.after.id for entry in peer.disk.chain]
         kept = self._durable.get(peer.name, [])
-        require(not peer.honest or chain[: len(kept)] == kept, f"{peer.label} lost committed rounds in a restart")
+        parted = self._parted.pop(peer.name, None)
+        is_whole = chain[: len(kept)] == kept
+        if not is_whole and parted is not None:
+            is_whole = chain[:parted] == kept[:parted] and len(chain) > parted
+        require(not peer.honest or is_whole, f"{peer.label} lost committed rounds in a restart")
 
     def after_step(self, peer: SimPeer) -> None:
         """Memory stays bounded, whatever others send."""

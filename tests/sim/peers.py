@@ -453,7 +453,9 @@ class SimPeer:
         """Put checked records in force."""
         first = entries[0].before
         if first.id != self.head.id:
-            self.log(f"takes back {len(self.disk.chain) - (self.disk.position_of(first.id) or 0)} records")
+            position = self.disk.position_of(first.id) or 0
+            self.log(f"takes back {len(self.disk.chain) - position} records")
+            self.world.checkers.on_parting(self, position)
         self.disk.adopt(entries)
         for entry in entries:
             self.world.checkers.on_record(self, entry)
