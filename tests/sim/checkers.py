@@ -241,7 +241,7 @@ class Checkers:
         self._parted.pop(peer.name, None)
 
     def on_parting(self, peer: SimPeer, position: int) -> None:
-        """Records from a position on are taken back for others; a crash may keep that write though it was not synced."""
+        """Records from a position on are taken back for others; a crash may keep that write, synced or not."""
         self._parted[peer.name] = min(position, self._parted.get(peer.name, position))
 
     def on_boot(self, peer: SimPeer) -> None:
