@@ -406,14 +406,18 @@ class Agreement:
     def _skip_ahead(self, now: float) -> list[Output]:
         """Rule 55: more than a third speaks in later views, so at least one honest peer has got there.
 
-        Who relents follows anybody, once its own view has had its time.
+        Who relents follows anybody, once its own view has had its time, but no further than one turn of leaders: a
+        single liar that is far ahead would make everybody's waits as long as they get.
         """
         ahead: set[str] = set()
         follows = self.leniency and not self._views[self.view].timers
+        turn = self.view + len(self.electorate.owners)
         for number in sorted((n for n in self._views if n > self.view), reverse=True):
             ahead |= self._views[number].voters
-            if self.electorate.is_blocking(self.electorate.weight(ahead)) or (follows and ahead):
+            if self.electorate.is_blocking(self.electorate.weight(ahead)):
                 return self._enter(number, now)
+            if follows and ahead:
+                return self._enter(min(number, turn), now)
         return []
 
     def _request_check(self, now: float) -> list[Output]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from spes_p2p.core import agreement
 from spes_p2p.core.agreement import Agreement
+from spes_p2p.core.building import REFUSALS_MAX, Pooled, build_set, of_kind
 from spes_p2p.core.head import Head
 from spes_p2p.core.ladder import (
     Verdict,
@@ -26,15 +27,12 @@ from spes_p2p.core.ladder import (
     norm_offenders,
 )
 from spes_p2p.core.ledger import (
-    CLAIMS_MAX,
-    SET_BYTES_MAX,
     check_claim_place,
     check_evidence,
     check_order,
     check_release,
     check_set_place,
     commit_body,
-    covers,
 )
 from spes_p2p.core.outputs import (
     Abstain,
@@ -60,36 +58,24 @@ from spes_p2p.core.views import Leniency, Timeouts
 from spes_protocols.errors import RemoteError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import (
-    EVIDENCE_MAX,
-    ORDERS_MAX,
     Ban,
     Claim,
     DoubleVote,
     End,
-    Evidence,
     Header,
     Precommit,
     Prevote,
     Proposal,
-    ProposedSet,
-    Refusal,
     Release,
     Signed,
     VerifiedSet,
 )
-from spes_protocols.types import PEERS_MAX
 
 POOL_MAX = 1024
 """Claims of outsiders that are kept for a coming set; more are dropped, they will be sent again."""
 
-REFUSALS_MAX = 256
-"""Refused contributions in one set, and invalid headers of standbys that are kept for it."""
 
-
-RoundMessage = (
-    Signed[Header] | Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End]
-    | Signed[Proposal] | Signed[Prevote] | Signed[Precommit]
-)  # fmt: skip
+RoundMessage = Signed[Header] | Pooled | Signed[Proposal] | Signed[Prevote] | Signed[Precommit]
 Output = (
     Fetch | Cut | Committed | Behind | Help | Refused | Relented | Doubled
     | Apply | Say | Resend | RootsDiffer | Halt | Abstain
@@ -111,7 +97,7 @@ class Participant:
         self.manifest = manifest
         self.me = me
         self._early: dict[tuple[str, str], tuple[RoundMessage, Opened | None]] = {}
-        self._pool: dict[tuple[str, str], Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End]] = {}
+        self._pool: dict[tuple[str, str], Pooled] = {}
         self._doubled: dict[str, DoubleVote] = {}
         self._begin(head)
 
@@ -251,7 +237,9 @@ class Participant:
         """When `on_tick` is due at the latest, None when only messages can change anything."""
         if self.agreement.decided or self.head.ended:
             return None
-        deadlines = [self.agreement.next_deadline, self._resend_at, self.patience.next_look(self.agreement.leniency)]
+        deadlines = [self.agreement.next_deadline, self._resend_at]
+        if self._may_relent:
+            deadlines.append(self.patience.next_look(self.agreement.leniency))
         if self.agreement.view < 0 or self._building is not None:
             # Once they have passed, only messages and verdicts change anything.
             deadlines += [d for d in (self._grace_until, self._blobs_until) if d is not None and d > self._seen_at]
@@ -270,19 +258,19 @@ class Participant:
             return "agreeing"
         return "collecting" if self._grace_until is not None else "training"
 
-    def pooled(self) -> tuple[Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End], ...]:
+    def pooled(self) -> tuple[Pooled, ...]:
         """Claims, releases and orders heard of and not yet in a commit."""
         return tuple(message for _, message in sorted(self._pool.items()))
 
     def claims(self) -> tuple[Signed[Claim], ...]:
         """The claims among them, in ascending order of claimant."""
-        return tuple(_of(list(self.pooled()), Claim))
+        return tuple(of_kind(self.pooled(), Claim))
 
     # ---- when a round does not close -------------------------------------------------------------------------------
 
     def _relent(self, now: float) -> list[Output]:
         """Waiting cuts training short, then makes this peer consent to ever less (SPEC 5.12)."""
-        if self.agreement.decided or self.agreement.halted or not self._electorate.owners:
+        if not self._may_relent:
             return []
         leniency = self.patience.look(now)
         self.agreement.present = frozenset(o for o in self._electorate.owners if self.patience.is_there(o, now))
@@ -293,6 +281,10 @@ class Participant:
         if self._grace_until is None:
             self._grace_until, self._blobs_until = now, now + self.manifest.rounds.blob_seconds
         return outputs + self._absorb(self.agreement.relent(leniency, now), now) + self._advance(now)
+
+    @property
+    def _may_relent(self) -> bool:
+        return bool(self._electorate.owners) and not (self.agreement.decided or self.agreement.halted)
 
     def _cut(self) -> list[Output]:
         if self._has_cut or self.me not in self._senders or self.me in self.headers:
@@ -355,7 +347,7 @@ class Participant:
             return [Behind(message.signer, number)]
         return [Help(message.signer)] if isinstance(message.record, Prevote | Precommit | Header) else []
 
-    def _on_pooled(self, message: Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End]) -> list[Output]:
+    def _on_pooled(self, message: Pooled) -> list[Output]:
         problem = self._pool_problem(message)
         if problem is not None:
             return [Refused(message.signer, problem.check, problem.detail)]
@@ -370,7 +362,7 @@ class Participant:
             self._pool[key] = message
         return []
 
-    def _pool_problem(self, message: Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End]) -> RemoteError | None:
+    def _pool_problem(self, message: Pooled) -> RemoteError | None:
         record = message.record
         try:
             if isinstance(record, Claim):
@@ -459,42 +451,8 @@ class Participant:
             return None
         if base is not None:
             return replace(base, value=replace(base.value, dropped=dropped))
-        room = _Room(SET_BYTES_MAX)
-        good: dict[str, Signed[Header]] = {}
-        refused: list[tuple[str, Signed[Header]]] = []
-        for check, header in self._judged_headers():
-            if check is None:
-                if room.takes(header):
-                    good[header.signer] = header
-            elif len(refused) < REFUSALS_MAX and room.takes(header):
-                refused.append((check, header))
-        refused += [("norm", good.pop(peer)) for peer in self._norm_offenders(good.values())]
-        refused.sort(key=lambda pair: pair[1].signer)
-        if not covers(self.head, [*good, *(h.signer for _, h in refused)], dropped):
-            return None
-        pool = [m for m in self.pooled() if self._pool_problem(m) is None]
-        orders = [order for order in _of(pool, Ban, End)[:ORDERS_MAX] if room.takes(order)]
-        releases = [release for release in _of(pool, Release) if room.takes(release)]
-        claims = [claim for claim in self._chosen_claims(_of(pool, Claim)) if room.takes(claim)]
-        evidence = [self._doubled[peer] for peer in sorted(self._doubled)[:EVIDENCE_MAX]]
-        evidence = [pair for pair in evidence if room.takes(pair[0]) and room.takes(pair[1])]
-        headers = tuple(good[peer] for peer in sorted(good))
-        value = ProposedSet(
-            run_id=self.head.run_id,
-            epoch=self.head.epoch,
-            round=self.head.round,
-            parent=self.head.id,
-            headers=tuple(h.raw for h in headers),
-            refusals=tuple(Refusal(check=check, header=h.raw) for check, h in refused),
-            claims=tuple(c.raw for c in claims),
-            releases=tuple(r.raw for r in releases),
-            orders=tuple(o.raw for o in orders),
-            evidence=tuple(Evidence(first=first.raw, second=second.raw) for first, second in evidence),
-            dropped=dropped,
-        )
-        return VerifiedSet(
-            value, headers, tuple(refused), tuple(claims), tuple(releases), tuple(orders), tuple(evidence)
-        )
+        pool = [message for message in self.pooled() if self._pool_problem(message) is None]
+        return build_set(self.head, self._judged_headers(), self._norm_offenders, pool, self._doubled, dropped)
 
     def _judged_headers(self) -> list[tuple[str | None, Signed[Header]]]:
         """(failed check or None, header) of all that may be in a set, in order: owners first, then good ones first."""
@@ -505,13 +463,6 @@ class Participant:
                 judged.append((verdict.check, header))
         weights = self._electorate.weights
         return sorted(judged, key=lambda pair: (pair[1].signer not in weights, pair[0] is not None, pair[1].signer))
-
-    def _chosen_claims(self, claims: list[Signed[Claim]]) -> list[Signed[Claim]]:
-        """Members' claims first, then outsiders' as far as there is room."""
-        known = [c for c in claims if self.head.member(c.signer) is not None][:CLAIMS_MAX]
-        room = min(CLAIMS_MAX - len(known), PEERS_MAX - len(self.head.members))
-        new = [c for c in claims if self.head.member(c.signer) is None][: max(room, 0)]
-        return sorted(known + new, key=lambda claim: claim.signer)
 
     def _is_provable(self, check: str, header: Signed[Header]) -> bool:
         try:
@@ -575,26 +526,3 @@ class Participant:
             else:
                 result.append(output)
         return result
-
-
-class _Room:
-    """The bytes that are left in a set."""
-
-    def __init__(self, size: int) -> None:
-        self._left = size
-
-    def takes(self, message: Signed[Any]) -> bool:
-        """Whether a record fits, which then takes its place."""
-        if len(message.raw) > self._left:
-            return False
-        self._left -= len(message.raw)
-        return True
-
-
-def _of(pool: list[Signed[Claim] | Signed[Release] | Signed[Ban] | Signed[End]], *kinds: type) -> list:  # type: ignore[type-arg]
-    """The pool's messages of these kinds, one per signer, in ascending order of signer."""
-    chosen: dict[str, Any] = {}
-    for message in pool:
-        if isinstance(message.record, kinds):
-            chosen.setdefault(message.signer, message)  # a ban before an end, which waits for the next set
-    return [chosen[peer] for peer in sorted(chosen)]

@@ -253,6 +253,7 @@ class Checkers:
         if not is_whole and parted is not None:
             is_whole = chain[:parted] == kept[:parted] and len(chain) > parted
         require(not peer.honest or is_whole, f"{peer.label} lost committed rounds in a restart")
+        self._durable[peer.name] = chain  # what outlived one crash outlives the next
 
     def after_step(self, peer: SimPeer) -> None:
         """Memory stays bounded, whatever others send."""

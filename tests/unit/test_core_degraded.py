@@ -25,7 +25,7 @@ from spes_p2p.core.ledger import (
 from spes_p2p.core.members import Strength
 from spes_p2p.core.outputs import Apply, Committed, Cut, Doubled, Fetch, Relented, Resend, Say
 from spes_p2p.core.rounds import Opened, Output, Participant
-from spes_p2p.core.views import Leniency
+from spes_p2p.core.views import NIL, Leniency
 from spes_protocols.errors import RemoteError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Commit, Header, Member, Precommit, Prevote, Proposal, Signed, VerifiedSet
@@ -260,6 +260,38 @@ def test_where_nobody_owns_anything_nobody_relents() -> None:
     for second in range(0, 1000, 5):
         assert peer.on_tick(float(second)) == []
     assert peer.agreement.leniency == Leniency.QUORUM
+    assert peer.next_deadline is None
+
+
+def test_who_has_halted_waits_for_people_and_asks_for_no_ticks() -> None:
+    room, value = locked_room(5, there=(0,))
+    head, halted = room.peers[peer_name(0)].head, room.peers[peer_name(0)]
+    for view in (0, 1):
+        place = {"run_id": head.run_id, "epoch": head.epoch, "round": head.round, "view": view}
+        for number in (1, 2, 3):
+            room.tell(seal(Precommit(**place, value=value.id, state_root=bytes([number]) * 32), peer_name(number)))
+    assert halted.agreement.halted
+    for _ in range(10):
+        assert halted.next_deadline is None or halted.next_deadline > room.now
+        room.now += 100.0
+        halted.on_tick(room.now)
+    assert halted.agreement.leniency == Leniency.QUORUM
+
+
+def test_one_far_ahead_pulls_those_who_relent_along_by_one_turn_of_leaders_at_a_time() -> None:
+    room = Room(*run_of(5), there=(0, 1))
+    room.contribute(0, 1, 2)
+    room.run(61.0)
+    here = room.peers[peer_name(0)]
+    assert here.agreement.leniency == Leniency.MAJORITY
+    first, head = here.agreement.view, here.head
+    liar = {"run_id": head.run_id, "epoch": head.epoch, "round": head.round, "view": first + 90}
+    room.tell(seal(Prevote(**liar, value=NIL), peer_name(4)))
+    for _ in range(200):
+        before = here.agreement.view
+        room.run(0.1)
+        assert here.agreement.view <= before + 5
+    assert here.agreement.view > first + 5, "it follows all the same"
 
 
 # ---- locks -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.core import rounds
+from spes_p2p.core import building, rounds
 from spes_p2p.core.agreement import Apply, Resend, Say
 from spes_p2p.core.head import Head
 from spes_p2p.core.ladder import Verdict
@@ -232,7 +232,7 @@ def test_claims_in_a_built_set_are_bounded_and_members_come_first(monkeypatch: p
         header = make_header(manifest, head, name)
         peer.on_message(header, 0.0)
         peer.on_checked(header.id, GOOD, 0.0)
-    monkeypatch.setattr(rounds, "CLAIMS_MAX", 3)
+    monkeypatch.setattr(building, "CLAIMS_MAX", 3)
     for number in range(100, 110):
         peer.on_message(make_claim(head, peer_name(number)), 0.0)
     peer.on_message(make_claim(head, ME, 2), 0.0)

@@ -15,7 +15,7 @@ from spes_p2p.core.rounds import Fetch, Opened, Participant
 from spes_p2p.crypto.envelope import seal, unseal_votes, verify_set
 from spes_p2p.crypto.keys import Identity
 from spes_protocols.errors import RemoteError
-from spes_protocols.messages import Claim, Header, Prevote, Proposal, ProposedSet, Signed
+from spes_protocols.messages import Claim, Header, Prevote, Proposal, ProposedSet, Refusal, Signed
 from spes_protocols.types import ENVELOPE_BYTES_MAX
 from tests.unit.log_support import ADA, BOB, EVE, RunLog, by_signer
 
@@ -80,7 +80,7 @@ def test_a_set_too_large_to_be_proposed_again_with_its_proof_is_refused(log: Run
         parent=head.id,
         headers=by_signer([log.header(ADA), log.header(BOB)]),
         refusals=tuple(
-            rounds.Refusal(check="sections", header=raw) for raw in by_signer([bloated(log, s) for s in SYBILS[:24]])
+            Refusal(check="sections", header=raw) for raw in by_signer([bloated(log, s) for s in SYBILS[:24]])
         ),
     )
     assert sum(len(refusal.header) for refusal in value.refusals) > SET_BYTES_MAX
