@@ -25,12 +25,11 @@ from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.directory import Directory
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.peer import stall, status
-from spes_p2p.peer.ahead import Ahead
+from spes_p2p.peer.catching_up import CatchingUp
 from spes_p2p.peer.claims import Claims
 from spes_p2p.peer.contacts import LIFETIME_SECONDS, Contacts, RunDirectory
 from spes_p2p.peer.contribution import Publisher
 from spes_p2p.peer.control import ControlServer
-from spes_p2p.peer.ledger_sync import LedgerReader, Read
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.outbox import Outbox
 from spes_p2p.peer.recorder import Recorder
@@ -91,7 +90,6 @@ class Peer:
         self.ready = False
         self._say = say
         self._finished = asyncio.Event()
-        self._behind: asyncio.Queue[str] = asyncio.Queue(64)
         self._moved_at = time.monotonic()
         self._stall_told_at = -1e9
         self._told_at = -1e9
@@ -110,13 +108,16 @@ class Peer:
             self.manifest, transport, self.contacts, self.chain, self.states, self.blobs, self.worker,
             report=self._report, log=self.note, events=self.events, tidy=self.retention.tidy,
         )  # fmt: skip
-        self._ledger = LedgerReader(transport, self.chain, self._report, self._follows_few)
-        self._ahead = Ahead(self.chain, self.contacts, self._ledger)
         self.shell = Shell(
             identity, self.chain, self.syncer, self.worker, self.outbox,
             everyone=self._everyone, computes=options.computes, on_head=self._on_head, on_behind=self._on_behind,
             on_help=lambda peer: self._spawn(self.contacts.hello_soon(peer)), on_cut=self._on_cut, log=self.note,
             events=self.events,
+        )  # fmt: skip
+        self.catching_up = CatchingUp(
+            transport, self.chain, self.states, self.contacts, self.syncer, self.shell,
+            needs_state=lambda: options.computes and not self._is_over(),
+            report=self._report, say=say, note=self.note,
         )  # fmt: skip
         self.claims = Claims(
             identity.peer_id, self._wanted_groups(), self.chain, self.shell, self.contacts,
@@ -159,7 +160,7 @@ class Peer:
             self._say(f"up to date; round {self.chain.head.round} is next{waiting}")
             self.shell.restore()
             for work in (
-                self.shell.run_timer, self.contacts.run, self._catch_up_when_behind, self._look_after,
+                self.shell.run_timer, self.contacts.run, self.catching_up.run_when_behind, self._look_after,
                 self.claims.read_others,
             ):  # fmt: skip
                 self._spawn(self._keep(work))
@@ -176,13 +177,18 @@ class Peer:
 
     async def _join(self, peers: list[str]) -> None:
         """Meet those who are there and come up to date: a moment, or hours."""
-        await self._drop_other_states()  # a crash may have come between a branch and its states
-        for peer in peers:
-            with contextlib.suppress(NetworkError, RemoteError):
-                await self.contacts.hello(peer)
-        await self.contacts.hello_all()
+        await self.catching_up.drop_other_states()  # a crash may have come between a branch and its states
+        await self.catching_up.meet(peers)
         await self._join_directory(peers)
-        await self._catch_up(first=True)
+        await self.catching_up.join()
+
+    async def _join_directory(self, peers: list[str]) -> None:
+        """Join the DHT; without anybody to join through, wait to be found."""
+        try:
+            self._directory = await Directory.create(self.transport, self.identity, peers)
+        except NetworkError:
+            self._directory = await Directory.create(self.transport, self.identity)
+        self.contacts.directory = RunDirectory(self._directory, self.run_dir.run_id)
 
     async def _unless_left(self, work: Coroutine[Any, Any, None]) -> bool:
         """Do this, unless the peer is told to leave before it is done; returns whether it was done."""
@@ -259,109 +265,6 @@ class Peer:
         self.events.noted(line)
         self._changed()
 
-    # ---- catching up -------------------------------------------------------------------------------------------
-
-    async def _join_directory(self, peers: list[str]) -> None:
-        """Join the DHT; without anybody to join through, wait to be found."""
-        try:
-            self._directory = await Directory.create(self.transport, self.identity, peers)
-        except NetworkError:
-            self._directory = await Directory.create(self.transport, self.identity)
-        self.contacts.directory = RunDirectory(self._directory, self.run_dir.run_id)
-
-    async def _catch_up(self, first: bool = False) -> None:
-        """Ledger from those who are ahead, then the state; retries as long as nobody can help."""
-        while True:
-            # Asked outside the lock, which our own commits need: anybody can say that it is ahead, and then be silent.
-            peer = await self._ahead.someone(everybody=first)
-            async with self.shell.advancing:
-                came = 0
-                while peer is not None:
-                    came += await self._ledger_from(peer)
-                    peer = await self._ahead.someone(everybody=True) if first else None
-                try:
-                    if self.options.computes and not self._is_over():
-                        await self.syncer.state()
-                    if first or self._lags():
-                        await self.shell.moved(None)
-                    self._report("", -1.0)
-                    if first or not came:
-                        return
-                    continue
-                except NetworkError as error:
-                    held = ", ".join(map(str, self.states.rounds()[-2:])) or "none"
-                    self.note(f"{error}; trying again (states here: {held})")
-            await asyncio.sleep(2.0)
-            await self.contacts.hello_all()
-
-    def _lags(self) -> bool:
-        """Whether the round is not yet that of the ledger here: a full disk, say, had kept its state away."""
-        return self.chain.head.id != self.shell.participant.head.id
-
-    async def _come_to_state(self) -> None:
-        """Have the state of the head: a reset may name one that went long ago, or this machine computed another."""
-        await self._catch_up()
-        if self.trainer is not None:
-            self.trainer.refresh()
-
-    async def _ledger_from(self, peer: str) -> int:
-        """Take what a peer's ledger has for us; returns how many records."""
-        read = Read()
-        try:
-            read = await self._ledger.read(peer)
-        except (NetworkError, RemoteError) as error:
-            self.note(f"ledger of {peer}: {error}")
-        if read.taken_back:
-            lost = status.counted(read.taken_back, "record")
-            self._say(f"the ledger of …{peer[-6:]} goes before ours: {lost} taken back here")
-            self.shell.end_round()
-            await self._drop_other_states()
-        if read.came > 1:  # a single one is what a peer next to the others misses now and then
-            self._say(
-                f"read {read.came} records of the ledger from …{peer[-6:]}: now before round {self.chain.head.round}"
-            )
-        if not read.came:
-            self._ahead.was_wrong(peer)
-        return read.came
-
-    async def _drop_other_states(self) -> None:
-        """Remove the states of a branch that is no longer in force; nobody could use them.
-
-        The one after the head's stays: it may be what this peer votes for.
-        """
-        for number in self.states.rounds():
-            root = self.chain.root_at(number)
-            is_other = number > self.chain.head.round + 1 if root is None else not self.syncer.has_state(number, root)
-            if is_other:
-                await asyncio.to_thread(self.states.remove, number)
-
-    async def _catch_up_when_behind(self) -> None:
-        while True:
-            peer = await self._behind.get()
-            while not self._behind.empty():
-                self._behind.get_nowait()
-            await self.contacts.hello_soon(peer)
-            if self._ahead.may_be(peer) or self._lags():
-                # A peer that has just committed is ahead for a moment; our own commit is under way then.
-                await asyncio.sleep(0.5)
-                if self._ahead.may_be(peer) or self._lags():
-                    try:
-                        await self._catch_up()
-                    except SpesError as error:  # a full disk, say: whoever speaks of a later round wakes us again
-                        self.note(f"catching up: {error}")
-
-    def _follows_few(self) -> bool:
-        """Whether a commit by whoever was there may be taken from others: when catching up, or having waited too."""
-        return not self.ready or not self.shell.waits_for_few()
-
-    def _on_behind(self, peer: str) -> None:
-        with contextlib.suppress(asyncio.QueueFull):
-            self._behind.put_nowait(peer)
-
-    def _on_presence(self, signed: Signed[Presence]) -> None:
-        if self._ahead.is_news(signed.record):
-            self._on_behind(signed.signer)
-
     # ---- taking part -------------------------------------------------------------------------------------------
 
     async def _on_push(self, sender: str, raw: bytes) -> bytes:
@@ -374,6 +277,12 @@ class Peer:
             self.events.turned_away(sender, raw, error)
             raise
 
+    def _on_presence(self, signed: Signed[Presence]) -> None:
+        self.catching_up.on_presence(signed)
+
+    def _on_behind(self, peer: str) -> None:
+        self.catching_up.on_behind(peer)
+
     async def _on_head(self, step: Step | None) -> None:
         """The ledger moved on (the shell holds the lock)."""
         self._moved_at = time.monotonic()
@@ -384,7 +293,7 @@ class Peer:
             if not self._finished.is_set():
                 self._say(status.round_line(step, self.identity.peer_id, loss))
         if step is not None and step.opening is not None:
-            await self._drop_other_states()
+            await self.catching_up.drop_other_states()
             self._say(status.opening_line(step))
         if step is not None and self.options.computes and not self._is_over():
             head = self.chain.head
@@ -403,6 +312,12 @@ class Peer:
             self._spawn(self.contacts.hello_all())
             self._check_finished()
         self._changed()
+
+    async def _come_to_state(self) -> None:
+        """Have the state of the head: a reset may name one that went long ago, or this machine computed another."""
+        await self.catching_up.run()
+        if self.trainer is not None:
+            self.trainer.refresh()
 
     def _is_over(self) -> bool:
         """Whether a volunteer has come to a run that has ended: nothing to train, and perhaps nobody to ask."""

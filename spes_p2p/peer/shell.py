@@ -193,11 +193,15 @@ class Shell:
         self._run(self.participant.on_head(self._chain.head, time.monotonic(), *words))
         await self._on_head(step)
 
-    def waits_for_few(self) -> bool:
-        """Whether a commit of a few is not to be followed yet; then the wait for the others has begun (SPEC 5.12)."""
+    @property
+    def follows_few(self) -> bool:
+        """Whether a commit of a few may be followed in this round: this peer has waited too (SPEC 5.12)."""
+        return self.participant.agreement.leniency == Leniency.ANY
+
+    def wait_for_few(self) -> None:
+        """Such a commit was offered: the wait for the others begins, if it has not."""
         self.participant.patience.hear(None, time.monotonic())
         self._timer_changed.set()
-        return self.participant.agreement.leniency < Leniency.ANY
 
     async def close(self) -> None:
         """End all tasks."""

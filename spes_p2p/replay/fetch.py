@@ -6,7 +6,6 @@ import contextlib
 from dataclasses import dataclass
 
 from spes_p2p.core.ladder import checked_by_blob
-from spes_p2p.core.roots import state_root
 from spes_p2p.replay.log import Log
 from spes_p2p.store.blobs import BlobStore
 from spes_p2p.store.chain import Chain
@@ -53,10 +52,9 @@ def other_states(chain: Chain, states: StateStore, *, rolled_back: bool) -> list
     """
     others = []
     for number in states.rounds():
-        root = chain.root_at(number)
+        newest = chain.head.round if rolled_back else number
         with contextlib.suppress(IntegrityError):
-            is_other = rolled_back if root is None else state_root(states.index(number)) != root
-            if is_other:
+            if states.is_other(number, chain.root_at(number), newest=newest):
                 others.append(number)
     return others
 

@@ -299,6 +299,13 @@ class StateStore:
                 del self._roots[next(iter(self._roots))]
         return self._roots[mark]
 
+    def is_other(self, round: int, root: bytes | None, *, newest: int) -> bool:
+        """Whether S_round is of a branch that is not in force, where the ledger gives it this root.
+
+        Without a root the ledger does not reach so far: then it is if it comes after S_newest. Raises as `index` does.
+        """
+        return round > newest if root is None else self.root(round) != root
+
     def total_bytes(self) -> int:
         """What the directory takes on disk, downloads as far as they have come, in bytes."""
         return sum(entry.stat().st_blocks * 512 for entry in os.scandir(self.directory) if entry.is_file())

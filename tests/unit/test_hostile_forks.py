@@ -36,11 +36,11 @@ def test_a_ledger_that_goes_wrong_after_a_good_record_leaves_nobody_in_the_last_
         log.close_round([log.header(ADA), log.header(BOB)])
         MemoryTransport(network, EVE).handle(CHAIN, good_then_bad)
         await network[CARL.peer_id].receive(EVE.peer_id, HELLO, presence(EVE, log, 2**40).raw)
-        await peer._catch_up()
+        await peer.catching_up.run()
         assert peer.chain.head.id == log.chain.head.id
         assert peer.shell.participant.head.id == peer.chain.head.id
         times = network[CARL.peer_id].calls.count((EVE.peer_id, CHAIN))
-        await peer._catch_up()
+        await peer.catching_up.run()
         assert network[CARL.peer_id].calls.count((EVE.peer_id, CHAIN)) == times, "and it is left alone now"
 
     with_peer(tmp_path / "peer", log, test, [])
@@ -65,10 +65,10 @@ def test_a_state_that_the_disk_does_not_take_leaves_nobody_in_the_last_round(
         await network[CARL.peer_id].receive(ADA.peer_id, HELLO, presence(ADA, log, 1).raw)
         monkeypatch.setattr(peer.syncer, "state", full)
         with pytest.raises(type(error)):
-            await peer._catch_up()
+            await peer.catching_up.run()
         assert peer.chain.head.id == log.chain.head.id
         monkeypatch.setattr(peer.syncer, "state", nothing)
-        await peer._catch_up()
+        await peer.catching_up.run()
         assert peer.shell.participant.head.id == peer.chain.head.id
 
     with_peer(tmp_path / "peer", log, test, [], role="archive")
@@ -120,6 +120,6 @@ def test_records_that_are_here_cost_no_signatures(tmp_path: Path, monkeypatch: p
 
         MemoryTransport(network, EVE).handle(CHAIN, from_the_beginning)
         monkeypatch.setattr(peer.chain, "check_after", costly)
-        assert await peer._ledger.compare(EVE.peer_id) == Answer.SAME
+        assert await peer.catching_up.ledger.compare(EVE.peer_id) == Answer.SAME
 
     with_peer(tmp_path / "peer", log, test, [])

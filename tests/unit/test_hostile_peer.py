@@ -148,14 +148,14 @@ def test_whoever_only_claims_to_be_ahead_holds_up_nothing(tmp_path: Path, log: R
         liar.handle(CHAIN, stall)
         transport = network[CARL.peer_id]
         await transport.receive(EVE.peer_id, HELLO, presence(EVE, log, 2**40).raw)
-        catching_up = asyncio.create_task(peer._catch_up())
+        catching_up = asyncio.create_task(peer.catching_up.run())
         await asked.wait()
         assert not peer.shell.advancing.locked(), "a commit of our own can be stored meanwhile"
         answer.set()
         await catching_up
         times = transport.calls.count((EVE.peer_id, CHAIN))
         for _ in range(5):
-            await peer._catch_up()
+            await peer.catching_up.run()
         assert transport.calls.count((EVE.peer_id, CHAIN)) == times == 1
 
     with_peer(tmp_path, log, test, [])
@@ -177,7 +177,7 @@ def test_the_ledger_comes_from_whoever_has_it_among_liars(tmp_path: Path) -> Non
             liar = Identity.generate()
             MemoryTransport(network, liar).handle(CHAIN, garbage)
             await transport.receive(liar.peer_id, HELLO, presence(liar, log, 2**40).raw)
-        await peer._catch_up()
+        await peer.catching_up.run()
         assert peer.chain.head.id == log.chain.head.id
 
     with_peer(tmp_path / "peer", log, test, [])
