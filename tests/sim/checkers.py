@@ -278,7 +278,8 @@ class Checkers:
     def finish(self) -> None:
         """At the end everybody has the same ledger, and no final commit that follows a record of it was taken back.
 
-        Where whoever is there may go on, one that only those had who are gone for good is gone with them (SPEC 5.12).
+        Where whoever is there may go on, one that only those had who are gone for good is gone with them (SPEC 5.12);
+        and a reset puts its branch in force, wherever on it the reset stands (5.13).
         """
         if self.excused:
             return
@@ -299,7 +300,8 @@ class Checkers:
             is_final = self._strength(self.records[commit_id]) == Strength.FINAL
             had_it = any(peer.name in self.holders[commit_id] for peer in peers)
             lost = is_final and had_it and successor.after.id != commit_id
-            require(not lost or successor.kind == "reset", f"the commit of round {successor.before.round} was lost")
+            by_order = lost and any(entry.kind == "reset" for entry in longest.chain[position:])
+            require(not lost or by_order, f"the commit of round {successor.before.round} was lost")
         self._check_accused(longest)
 
     def _check_accused(self, disk: Disk) -> None:
