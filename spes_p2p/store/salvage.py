@@ -1,6 +1,6 @@
 """A damaged ledger made good: what can still be read of the database goes into a fresh one (`spes repair`).
 
-    ledger.sqlite --row by row, from both ends--> Salvaged --each record checked--> a fresh ledger.sqlite
+    ledger.sqlite --row by row, page by page--> Salvaged --each record checked--> a fresh ledger.sqlite
 
 The chain can be fetched again, this peer's own votes cannot: nobody else knows what it has said. If they may be
 incomplete, the file `silent` makes the next start keep still until rounds have closed that it cannot have voted in
@@ -10,11 +10,14 @@ incomplete, the file `silent` makes the next start keep still until rounds have 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sqlite3
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from spes_p2p.crypto.envelope import unseal
+from spes_p2p.store import pages
 from spes_p2p.store.chain import Chain
 from spes_p2p.store.files import atomic_write, copy_synced, remove_synced, rename_synced, sync
 from spes_p2p.store.ledger_db import LedgerDB
@@ -30,7 +33,10 @@ Row = tuple[object, ...]
 
 @dataclass(kw_only=True)
 class Salvaged:
-    """The rows of a damaged database by table. `votes_whole`: none of this peer's own words is missing."""
+    """The rows of a damaged database by table. `votes_whole`: none of this peer's own words is missing.
+
+    Where a table is not whole, there may be rows among them that were deleted: several for one position of the chain.
+    """
 
     chain: list[Row] = field(default_factory=list)
     votes: list[Row] = field(default_factory=list)
@@ -41,19 +47,58 @@ class Salvaged:
 
 
 def read_damaged(path: Path) -> Salvaged:
-    """Whatever rows can be read; nothing of a file that is no database."""
-    found = Salvaged()
+    """Whatever rows can be read: as SQLite reads them, and of tables that are not whole also page by page."""
+    tables: dict[str, tuple[dict[int, Row], bool]] = {table: ({}, False) for table in _TABLES}
     with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path)) as db:
-        found.chain, found.chain_whole = _rows(db, "chain", "position, kind, bytes", "id")
-        found.sets, _ = _rows(db, "sets", "id, bytes", "id")
-        found.votes, votes = _rows(db, "own_votes", "epoch, round, view, step, raw", "epoch")
-        found.headers, headers = _rows(db, "own_headers", "epoch, round, raw", "epoch")
-        found.votes_whole = votes and headers
-    return found
+        db.execute("PRAGMA writable_schema = ON")  # without it a file that was cut off is refused as a whole
+        for table, (columns, key) in _TABLES.items():
+            tables[table] = _rows(db, table, columns, key)
+    lost = {table for table, (_, whole) in tables.items() if not whole}
+    more: dict[str, list[tuple[int, Row]]] = {table: [] for table in _TABLES}
+    if lost:
+        for table, number, row in _scattered(path):
+            if table in lost and tables[table][0].get(number) != row:
+                more[table].append((number, row))
+    found = {
+        table: [row for _, row in sorted([*rows.items(), *more[table]], key=lambda pair: pair[0])]
+        for table, (rows, _) in tables.items()
+    }
+    return Salvaged(
+        chain=found["chain"],
+        votes=found["own_votes"],
+        headers=found["own_headers"],
+        sets=found["sets"],
+        chain_whole="chain" not in lost,
+        votes_whole=not {"own_votes", "own_headers"} & lost,
+    )
 
 
-def _rows(db: sqlite3.Connection, table: str, columns: str, key: str) -> tuple[list[Row], bool]:
-    """The rows in order, read from both ends as far as it goes; and whether they are all.
+_TABLES = {
+    "chain": ("position, kind, bytes", "id"),
+    "sets": ("id, bytes", "id"),
+    "own_votes": ("epoch, round, view, step, raw", "epoch"),
+    "own_headers": ("epoch, round, raw", "epoch"),
+}
+"""The columns to save, and the first one of the table's unique index."""
+
+
+def _scattered(path: Path) -> Iterable[tuple[str, int, Row]]:
+    """(table, rowid, columns to save) of rows in pages by themselves: each table has values of other types."""
+    with contextlib.suppress(OSError):
+        for number, row in pages.rows(path):
+            match row:
+                case (None, str(kind), int(), bytes(), bytes(data)):
+                    yield "chain", number, (number, kind, data)
+                case (bytes(), int(), int(), str(), bytes()):
+                    yield "own_votes", number, row
+                case (bytes(), int(), bytes()):
+                    yield "own_headers", number, row
+                case (bytes(id), bytes(), int(), bytes(data)):
+                    yield "sets", number, (id, data)
+
+
+def _rows(db: sqlite3.Connection, table: str, columns: str, key: str) -> tuple[dict[int, Row], bool]:
+    """The rows by number, read from both ends as far as it goes; and whether they are all.
 
     They are if the table's unique index, whose first column is `key`, leads to the same rows: a tree by itself may
     have lost a page of them without a trace.
@@ -63,12 +108,11 @@ def _rows(db: sqlite3.Connection, table: str, columns: str, key: str) -> tuple[l
         with contextlib.suppress(sqlite3.Error):
             for number, *row in db.execute(f"SELECT rowid, {columns} FROM {table} ORDER BY rowid {order}"):  # noqa: S608
                 found[number] = tuple(row)
-    rows = [row for _, row in sorted(found.items())]
     indexed: list[Row] | None = None
     query = f"SELECT {columns} FROM {table} INDEXED BY sqlite_autoindex_{table}_1 WHERE {key} >= x''"  # noqa: S608
     with contextlib.suppress(sqlite3.Error):
         indexed = db.execute(query).fetchall()
-    return rows, indexed is not None and sorted(indexed, key=repr) == sorted(rows, key=repr)
+    return found, indexed is not None and sorted(indexed, key=repr) == sorted(found.values(), key=repr)
 
 
 def words_are_sound(found: Salvaged) -> bool:
@@ -132,13 +176,9 @@ def rebuild(run: RunDir, aside: Path) -> Rebuilt:
 
 def _fill(run: RunDir, db: LedgerDB, found: Salvaged) -> Rebuilt:
     chain = Chain(run.manifest.record, run.run_id, db)
-    for expected, (position, kind, data) in enumerate(found.chain):
-        try:
-            if position != expected or not isinstance(data, bytes):
-                break
-            chain.append(chain.check(str(kind), data))
-        except RemoteError:
-            break
+    at = {position: list(rows) for position, rows in itertools.groupby(found.chain, key=lambda row: row[0])}
+    while any(_append(chain, str(kind), data) for _, kind, data in at.get(chain.length, ())):
+        pass
     words, dropped = 0, 0
     for epoch, round_number, view, step, raw in found.votes:
         if _is_word(raw):
@@ -158,6 +198,18 @@ def _fill(run: RunDir, db: LedgerDB, found: Salvaged) -> Rebuilt:
     records_whole = found.chain_whole and chain.length == len(found.chain)
     whole = found.votes_whole and not dropped
     return Rebuilt(records=chain.length, records_whole=records_whole, words=words, words_whole=whole)
+
+
+def _append(chain: Chain, kind: str, data: object) -> bool:
+    """Append a record if it is the next one."""
+    if not isinstance(data, bytes):
+        return False
+    before = chain.length
+    with contextlib.suppress(RemoteError):
+        step = chain.check(kind, data)
+        if step.before.id == chain.head.id:
+            chain.append(step)
+    return chain.length > before
 
 
 def _files(path: Path) -> list[Path]:
