@@ -46,6 +46,7 @@ class Publisher:
         A disk that does not take it is asked again: the round may not be able to close without us.
         """
         head = self._chain.head
+        fresh = [section.digest for section in done.sections if not self._blobs.has(section.digest)]
         try:
             if (done.epoch, done.round) != (head.epoch, head.round) or head.place(self._shell.participant.me) is None:
                 return
@@ -59,6 +60,7 @@ class Publisher:
                     self._log(f"round {done.round}: our contribution cannot be stored yet: {error}")
                     await asyncio.sleep(RETRY_SECONDS)
         finally:
+            self._shell.leftovers.note(fresh)  # whatever became of them
             with contextlib.suppress(UserError):  # the trainer removes what it finds there when it starts
                 for section in done.sections:
                     remove(Path(section.path))

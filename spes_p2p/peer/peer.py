@@ -109,7 +109,7 @@ class Peer:
             report=self._report, log=self.note, events=self.events, tidy=self.retention.tidy,
         )  # fmt: skip
         self.shell = Shell(
-            identity, self.chain, self.syncer, self.worker, self.outbox,
+            identity, self.chain, self.syncer, self.worker, self.outbox, self.retention.leftovers,
             everyone=self._everyone, computes=options.computes, on_head=self._on_head, on_behind=self._on_behind,
             on_help=lambda peer: self._spawn(self.contacts.hello_soon(peer)), on_cut=self._on_cut, log=self.note,
             events=self.events,

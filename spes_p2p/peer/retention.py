@@ -1,21 +1,24 @@
 """What a peer keeps on disk and in which order it goes (SPEC 8.4).
 
 Kept whatever the quota: the two newest states of the ledger, and the blobs since the older of them. Of the other states
-only every `snapshot_rounds`-th stays, and one that somebody is fetching. Over the quota, these go, oldest first:
+only every `snapshot_rounds`-th stays, and one that somebody is fetching. Over the quota, these go, oldest first (an
+archive's blobs never do):
 
-1. states that nobody is fetching,
-2. blobs from before the oldest state that is left (an archive's never go),
-3. states that somebody is fetching,
-4. the other old blobs (an archive's never go).
+1. blobs of commits that were taken back (what no commit ever named is `leftovers`' matter),
+2. states that nobody is fetching,
+3. blobs from before the oldest state that is left,
+4. states that somebody is fetching,
+5. the other old blobs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from spes_p2p.core.tensors import section_specs, tensor_specs
 from spes_p2p.delta.codecs import section_bytes
+from spes_p2p.peer.leftovers import Leftovers, header_of, named_blobs
 from spes_p2p.peer.options import GIB, PeerOptions
 from spes_p2p.store.blobs import BlobStore
 from spes_p2p.store.chain import Chain, StoredLedger
@@ -23,7 +26,7 @@ from spes_p2p.store.states import StateStore
 from spes_protocols.codec import decode
 from spes_protocols.errors import UserError
 from spes_protocols.manifest import Manifest
-from spes_protocols.messages import SHARED, Commit, Header, Sealed, Section, group_section
+from spes_protocols.messages import SHARED, Commit, Section, group_section
 
 STATES_KEPT = 2
 SERVED_MAX = 2
@@ -52,6 +55,7 @@ class Retention:
         self._options = options
         self._log = log
         self._clock = clock
+        self.leftovers = Leftovers(chain, blobs, keeps_abandoned=options.role == "archive")
         self._asked: dict[int, float] = {}
         self._blobs_from = 0
         self._root: bytes | None = None
@@ -75,6 +79,8 @@ class Retention:
             return
         if self._root != self._chain.root_at(self._blobs_from):
             self._blobs_from = 0  # the ledger went back, and blobs of other commits may be here
+        if newest is None and kept[-1] == head_round:
+            self.leftovers.look()
         self._states.remove_partials(range(kept[-1]))
         for round_number in rounds:
             if round_number < kept[-1] and round_number not in kept and not self._may_stay(round_number, agreed):
@@ -94,6 +100,7 @@ class Retention:
 
     def _in_order(self, kept: list[int], needed_rounds: range) -> Iterator[Callable[[], int]]:
         """What may go, in the order in which it goes; each call removes one thing and returns how many bytes it had."""
+        yield from (self._blob(blob) for blob in self.leftovers.abandoned())
         served = self._served()
         old = [r for r in self._states.rounds() if r < kept[-1] and r not in kept]
         yield from (self._state(r) for r in old if r not in served)
@@ -110,6 +117,14 @@ class Retention:
 
         return remove
 
+    def _blob(self, blob: bytes) -> Callable[[], int]:
+        def remove() -> int:
+            size = self._blobs.size(blob) or 0
+            self._blobs.remove(blob)
+            return size
+
+        return remove
+
     def _old_blobs(self, end: int, needed: set[bytes]) -> Iterator[Callable[[], int]]:
         for round_number in range(self._blobs_from, end if self._options.role != "archive" else 0):
             yield lambda number=round_number: self._remove_blobs(number, needed)  # type: ignore[misc]
@@ -117,8 +132,7 @@ class Retention:
     def _remove_blobs(self, round_number: int, needed: set[bytes]) -> int:
         freed = 0
         for blob in named_blobs(self._chain, (round_number,)) - needed:
-            freed += self._blobs.size(blob) or 0
-            self._blobs.remove(blob)
+            freed += self._blob(blob)()
         self._blobs_from = round_number + 1
         return freed
 
@@ -163,27 +177,10 @@ def require_quota(manifest: Manifest, options: PeerOptions) -> None:
         )
 
 
-def named_blobs(chain: StoredLedger, rounds: Iterable[int]) -> set[bytes]:
-    """The blobs that the commits of these rounds name, of contributions that count or were refused."""
-    named: set[bytes] = set()
-    for round_number in rounds:
-        data = chain.db.commit(round_number)
-        if data is not None:
-            value = decode(Commit, data).body.value
-            for raw in (*value.headers, *(refusal.header for refusal in value.refusals)):
-                named.update(section.blob for section in _header(raw)[1].sections)
-    return named
-
-
 def counted_sections(chain: StoredLedger, round_number: int) -> list[tuple[str, Section]] | None:
     """(signer, section) of the contributions that a stored commit counts; None if the round has no commit here."""
     data = chain.db.commit(round_number)
     if data is None:
         return None
-    headers = [_header(raw) for raw in decode(Commit, data).body.value.headers]
+    headers = [header_of(raw) for raw in decode(Commit, data).body.value.headers]
     return [(signer, section) for signer, header in headers for section in header.sections]
-
-
-def _header(raw: bytes) -> tuple[str, Header]:
-    sealed = decode(Sealed, raw)
-    return sealed.signer, decode(Header, sealed.payload)

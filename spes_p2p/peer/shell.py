@@ -37,10 +37,10 @@ from spes_p2p.core.views import Leniency
 from spes_p2p.crypto.envelope import seal, unseal, unseal_votes, verify_set
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.delta.contributions import contributions
+from spes_p2p.peer.leftovers import Leftovers
 from spes_p2p.peer.outbox import Outbox
 from spes_p2p.peer.phases import PhaseClock
 from spes_p2p.peer.recorder import Recorder
-from spes_p2p.peer.retention import named_blobs
 from spes_p2p.peer.silence import Silence
 from spes_p2p.peer.sync import Syncer
 from spes_p2p.peer.worker import Worker
@@ -80,6 +80,7 @@ class Shell:
         syncer: Syncer,
         worker: Worker,
         outbox: Outbox,
+        leftovers: Leftovers,
         *,
         everyone: Callable[[], Iterable[str]],
         computes: bool,
@@ -97,6 +98,7 @@ class Shell:
         self._syncer = syncer
         self._worker = worker
         self._outbox = outbox
+        self.leftovers = leftovers
         self._everyone = everyone
         self._computes = computes
         self._on_head = on_head
@@ -108,7 +110,6 @@ class Shell:
         self._tasks: set[asyncio.Task[None]] = set()
         self._round_tasks: set[asyncio.Task[None]] = set()
         self._refusals_logged: set[tuple[str, str]] = set()
-        self._provisional: set[bytes] = set()
         self._restored = False
         self._silence = Silence(chain.db.path.with_name("silent"))
         self._timer_changed = asyncio.Event()
@@ -163,7 +164,6 @@ class Shell:
         if isinstance(record, Header):
             if self._silence.holds:
                 raise UserError("own votes may have been lost, and what is said now might contradict them")
-            self._provisional.update(section.blob for section in record.sections)
             raw = self._chain.db.put_own_header(record.epoch, record.round, signed.raw)
             signed = signed if raw == signed.raw else unseal(raw, Header)
         self._events.said(signed)
@@ -187,7 +187,7 @@ class Shell:
         """The chain's head has moved (under `advancing`): the participant begins the next round."""
         self._silence.moved()
         self.end_round()
-        self._drop_uncounted()
+        self.leftovers.moved()
         self._events.head(self._chain.head, step)
         words = self._own_words() if self._restored else ()  # nothing is said before `restore`
         self._run(self.participant.on_head(self._chain.head, time.monotonic(), *words))
@@ -331,7 +331,7 @@ class Shell:
         if not self._computes:
             return
         sections = [(header.signer, section) for section in header.record.sections]
-        self._provisional.update(section.blob for _, section in sections if self._syncer.lacks(section))
+        self.leftovers.note(section.blob for _, section in sections if self._syncer.lacks(section))
         seconds = self.participant.manifest.rounds.blob_seconds
         while True:
             try:
@@ -431,13 +431,6 @@ class Shell:
         self._refusals_logged.clear()
         for task in list(self._round_tasks):
             task.cancel()
-
-    def _drop_uncounted(self) -> None:
-        """Blobs that came for the rounds now closed and that no commit names would lie here for ever."""
-        closed = range(self.participant.head.round, self._chain.head.round)
-        for blob in self._provisional - named_blobs(self._chain, closed):
-            self._syncer.drop(blob)
-        self._provisional.clear()
 
     def _note_view(self) -> None:
         self._events.view(self.participant.head.round, self.participant.agreement.view)

@@ -104,10 +104,6 @@ class Syncer:
         """Whether a blob is still to be fetched."""
         return not self._blobs.has(section.blob)
 
-    def drop(self, digest: bytes) -> None:
-        """Remove a blob, or what has come of it."""
-        self._blobs.remove(digest)
-
     async def blob(self, section: Section, sender: str, deadline: float) -> None:
         """Have one blob in the store. Raises `NetworkError` if nobody gives it until `deadline` (monotonic seconds)."""
         lock = self._under_way.setdefault(section.blob, asyncio.Lock())

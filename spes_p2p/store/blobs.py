@@ -105,12 +105,24 @@ class BlobStore:
     def remove(self, digest: bytes) -> None:
         """Remove a blob and any download of it."""
         remove(self.path(digest))
+        self.remove_partial(digest)
+
+    def remove_partial(self, digest: bytes) -> None:
+        """Remove a download of a blob, not the blob."""
         remove(self.partial(digest))
 
     def digests(self) -> list[bytes]:
         """The digests of all whole blobs, in ascending order."""
+        return self._named("")
+
+    def partials(self) -> list[bytes]:
+        """The digests of all downloads that have begun, in ascending order."""
+        return self._named(_PARTIAL)
+
+    def _named(self, suffix: str) -> list[bytes]:
         names = sorted(os.listdir(self.directory))
-        return [bytes.fromhex(name) for name in names if re.fullmatch("[0-9a-f]{64}", name)]
+        pattern = "[0-9a-f]{64}" + re.escape(suffix)
+        return [bytes.fromhex(name.removesuffix(suffix)) for name in names if re.fullmatch(pattern, name)]
 
     def total_bytes(self) -> int:
         """What the directory takes, downloads included, in bytes."""

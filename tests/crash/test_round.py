@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.crypto.envelope import unseal
+from spes_p2p.peer.leftovers import Leftovers, named_blobs
 from spes_p2p.store import blobs, files
 from spes_p2p.store.chain import Chain
 from spes_p2p.store.ledger_db import LedgerDB
@@ -98,7 +99,16 @@ def syncs_no_directory(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "rename_synced", rename)
 
 
-@pytest.mark.parametrize("plant", [forgets_headers, syncs_no_file, syncs_no_directory], ids=lambda p: p.__name__)
+def looks_for_no_leftovers(patch: pytest.MonkeyPatch) -> None:
+    """Blobs whose header was not said stay for ever."""
+    patch.setattr(Leftovers, "look", lambda self: None)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [forgets_headers, syncs_no_file, syncs_no_directory, looks_for_no_leftovers],
+    ids=lambda plant: plant.__name__,
+)
 def test_a_planted_fault_is_found(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
@@ -141,6 +151,8 @@ def check_after(home: Path, *lives: Life) -> None:
             assert commit is not None
             body = decode(Commit, commit).body
             assert body.value.headers == (chain.db.own_header(body.epoch, number),), "the header that was signed first"
+        nameless = set(run.blobs().digests()) - named_blobs(chain, range(LAST))
+        assert not nameless, f"{len(nameless)} blobs that no commit names"
     left = [path for path in run.path.rglob("*") if path.name.startswith(".")]
     left += [*run.path.rglob("*.partial"), *run.out_dir.iterdir()]
     assert not left, left

@@ -248,10 +248,12 @@ def test_blobs_that_no_commit_names_do_not_stay(tmp_path: Path) -> None:
         serve(MemoryTransport(network, ADA), log)
         transport = network[CARL.peer_id]
         await transport.receive(ADA.peer_id, HELLO, presence(ADA, log, 0).raw)
+        async with peer.shell.advancing:
+            await peer.shell.moved(None)  # as when it has caught up
         for header in (*headers, late):
             await transport.receive(ADA.peer_id, PUSH, header.raw)
         await asyncio.gather(*peer.shell._round_tasks)
-        peer.shell._provisional.add(again.record.sections[0].blob)
+        peer.shell.leftovers.note([again.record.sections[0].blob])
         peer.blobs.partial(bytes(32)).write_bytes(b"withheld")
         assert peer.blobs.has(late.record.sections[0].blob)
         step = peer.chain.check("commit", log.close_round(headers).data)

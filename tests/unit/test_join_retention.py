@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.peer.leftovers import named_blobs
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.program import open_peer
-from spes_p2p.peer.retention import SERVED_MAX, SERVED_SECONDS, Retention, bytes_needed, named_blobs, require_quota
+from spes_p2p.peer.retention import SERVED_MAX, SERVED_SECONDS, Retention, bytes_needed, require_quota
 from spes_p2p.store.blobs import BlobStore
 from spes_p2p.store.states import StateStore
 from spes_protocols.errors import UserError
