@@ -32,7 +32,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "name": "name that volunteers see",
         "description": "what the run is for, in a sentence or two",
         "seed": "fixes the first weights and the order of the data",
-        "model": "Architecture, named as in transformers' OLMoE configuration.",
+        "model": "Architecture, named as in transformers' configurations of OLMoE and Qwen3-MoE.",
         "ownership": "Expert groups: what a peer owns, the same experts in every layer.",
         "optimizer": "AdamW, with a cosine schedule over schedule steps (the local steps of one peer).",
         "loss": "Coefficients of the auxiliary losses.",
@@ -56,6 +56,10 @@ MEANINGS: dict[str, dict[str, str]] = {
         "rope_theta": "base of the rotary position embedding",
         "rms_norm_eps": "epsilon of RMSNorm",
         "initializer_range": "standard deviation of the first weights",
+        "num_key_value_heads": "heads of keys and values, a divisor of num_attention_heads; 0: as many",
+        "head_dim": "width of a head, even, only with qk_norm = head; 0: hidden_size / num_attention_heads",
+        "qk_norm": "queries and keys are normalised over the whole width (OLMoE) or in each head (Qwen3)",
+        "norm_topk_prob": "the chosen experts' weights are scaled to a sum of 1 (Qwen3)",
     },
     "Ownership": {
         "groups": "expert groups; a divisor of model.num_experts",
@@ -198,12 +202,14 @@ def _kind(hint: Any) -> str:
     inner = _bare(hint)
     if typing.get_origin(inner) is tuple:
         return f"list of {_kind(typing.get_args(inner)[0])}"
-    return {int: "integer", float: "number", str: "text", bytes: "digest"}[inner]
+    return {bool: "boolean", int: "integer", float: "number", str: "text", bytes: "digest"}[inner]
 
 
 def _allowed(hint: Any) -> str:
     """The constraints of a type in words; for a list also those of its items."""
     inner = _bare(hint)
+    if inner is bool:
+        return "true or false"
     parts = [_constraint(c, inner) for c in typing.get_args(hint)[1:]] if inner is not hint else []
     if typing.get_origin(inner) is tuple:
         parts.append("each " + _allowed(typing.get_args(inner)[0]))

@@ -28,7 +28,10 @@ _DIGEST_BYTES = 34
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Architecture, named as in `transformers`' OLMoE configuration."""
+    """Architecture, named as in `transformers`' configurations of OLMoE and, with `qk_norm = "head"`, Qwen3-MoE.
+
+    `num_key_value_heads` 0 means as many as `num_attention_heads`, `head_dim` 0 means `hidden_size` divided by them.
+    """
 
     vocab_size: Annotated[int, Range(16, 1_000_000)]
     hidden_size: Annotated[int, Range(8, 65_536)]
@@ -41,11 +44,24 @@ class Model:
     rope_theta: Annotated[float, Range(1.0, 1e9)] = 500_000.0
     rms_norm_eps: Annotated[float, Range(1e-12, 1e-2)] = 1e-6
     initializer_range: Annotated[float, Range(1e-5, 1.0)] = 0.02
+    num_key_value_heads: Annotated[int, Range(0, 512)] = 0
+    head_dim: Annotated[int, Range(0, 1024)] = 0
+    qk_norm: Annotated[str, OneOf(("width", "head"))] = "width"
+    norm_topk_prob: bool = False
 
     def __post_init__(self) -> None:
-        if self.hidden_size % self.num_attention_heads or (self.hidden_size // self.num_attention_heads) % 2:
+        multiple, odd = divmod(self.hidden_size, self.num_attention_heads)
+        if not self.head_dim and (odd or multiple % 2):
             raise SchemaError(
                 "hidden_size", self.hidden_size, f"an even multiple of num_attention_heads = {self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            raise SchemaError("head_dim", self.head_dim, "an even number: rotary positions turn pairs")
+        if self.head_dim and self.qk_norm == "width":
+            raise SchemaError("head_dim", self.head_dim, 'qk_norm = "head" beside it, as no known model has both')
+        if self.num_attention_heads % self.kv_heads:
+            raise SchemaError(
+                "num_key_value_heads", self.kv_heads, f"a divisor of num_attention_heads = {self.num_attention_heads}"
             )
         if self.num_experts_per_tok > self.num_experts:
             raise SchemaError(
@@ -58,13 +74,24 @@ class Model:
             )  # fmt: skip
 
     @property
+    def kv_heads(self) -> int:
+        """How many heads keys and values have, each shared by as many queries' heads as there are for one."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_width(self) -> int:
+        """The width of one attention head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
     def index_bytes(self) -> int:
         """What the index of a snapshot takes at most: a record for each tensor, a digest for each of its leaves."""
         width, layers = self.hidden_size, self.num_hidden_layers
         tensors = (  # (how many, elements of each): embeddings, norms, attention, routers, experts
             (2, self.vocab_size * width),
-            (4 * layers + 1, width),
-            (4 * layers, width * width),
+            (2 * layers + 1, width),
+            (2 * layers, max(width, self.num_attention_heads * self.head_width)),
+            (4 * layers, width * self.num_attention_heads * self.head_width),
             (layers, self.num_experts * width),
             (3 * layers * self.num_experts, self.intermediate_size * width),
         )

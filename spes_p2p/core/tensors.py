@@ -1,7 +1,7 @@
 """The tensors of a model and the section each belongs to (SPEC 6.1): what every peer can say without torch.
 
-Names are those of `transformers`' OLMoE checkpoints. Expert e belongs to group `e // (num_experts // groups)` in every
-layer; everything else is the shared section.
+Names are those of `transformers`' checkpoints of OLMoE and Qwen3-MoE. Expert e belongs to group
+`e // (num_experts // groups)` in every layer; everything else is the shared section.
 """
 
 from __future__ import annotations
@@ -50,15 +50,20 @@ def experts_of(model: Model, groups: int, group: int) -> range:
 
 def _specs(model: Model, groups: int) -> Iterator[TensorSpec]:
     width, hidden = model.hidden_size, model.intermediate_size
+    queries, keys = model.num_attention_heads * model.head_width, model.kv_heads * model.head_width
+    q_norm, k_norm = (model.head_width, model.head_width) if model.qk_norm == "head" else (queries, keys)
     yield TensorSpec("model.embed_tokens.weight", (model.vocab_size, width), SHARED)
     yield TensorSpec("lm_head.weight", (model.vocab_size, width), SHARED)
     yield TensorSpec("model.norm.weight", (width,), SHARED)
     for layer in range(model.num_hidden_layers):
         prefix = f"model.layers.{layer}"
-        for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
+        for name in ("input_layernorm", "post_attention_layernorm"):
             yield TensorSpec(f"{prefix}.{name}.weight", (width,), SHARED, layer)
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            yield TensorSpec(f"{prefix}.self_attn.{name}.weight", (width, width), SHARED, layer)
+        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+            yield TensorSpec(f"{prefix}.self_attn.{name}.weight", (norm,), SHARED, layer)
+        for name, outputs in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+            yield TensorSpec(f"{prefix}.self_attn.{name}.weight", (outputs, width), SHARED, layer)
+        yield TensorSpec(f"{prefix}.self_attn.o_proj.weight", (width, queries), SHARED, layer)
         yield TensorSpec(f"{prefix}.mlp.gate.weight", (model.num_experts, width), SHARED, layer)
         for group in range(groups):
             section = group_section(group)

@@ -1,4 +1,4 @@
-"""A global state as a checkpoint directory that `transformers` loads as OLMoE, without importing it.
+"""A global state as a checkpoint directory that `transformers` loads as OLMoE or Qwen3-MoE, without importing it.
 
 The state's tensor names are the checkpoint's own, so exporting is a matter of writing down the configuration: the one
 thing easily got wrong (`rms_norm_eps`, rotary base and end-of-text id are all different from the class's defaults).
@@ -23,19 +23,16 @@ from spes_protocols.manifest import Model
 
 def checkpoint_config(model: Model, eos_id: int) -> dict[str, Any]:
     """`config.json` of the checkpoint: every value that decides the logits, none left to a default."""
-    return {
-        "architectures": ["OlmoeForCausalLM"],
-        "model_type": "olmoe",
+    config: dict[str, Any] = {
         "dtype": "float32",
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
         "num_hidden_layers": model.num_hidden_layers,
         "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_attention_heads,
+        "num_key_value_heads": model.kv_heads,
         "num_experts": model.num_experts,
         "num_experts_per_tok": model.num_experts_per_tok,
-        "norm_topk_prob": False,
+        "norm_topk_prob": model.norm_topk_prob,
         "hidden_act": "silu",
         "rms_norm_eps": model.rms_norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
@@ -43,11 +40,23 @@ def checkpoint_config(model: Model, eos_id: int) -> dict[str, Any]:
         "initializer_range": model.initializer_range,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "clip_qkv": None,
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": eos_id,
         "pad_token_id": None,
+    }
+    if model.qk_norm == "width":
+        config |= {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe"}
+        return config | {"intermediate_size": model.intermediate_size, "clip_qkv": None}
+    config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    return config | {
+        "head_dim": model.head_width,
+        "intermediate_size": model.intermediate_size,
+        "moe_intermediate_size": model.intermediate_size,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "sliding_window": None,
+        "use_sliding_window": False,
     }
 
 

@@ -6,13 +6,14 @@ a flag on three parameters a layer: trainable ones are fp32, frozen ones lie in 
 
 Architecture (SPES paper, section 4; OLMoE): pre-norm decoder, RMSNorm, QK-norm over the whole width before the heads
 are split, rotary positions by half rotation, no biases, untied embeddings, dropless top-k routing whose weights are the
-softmax over all experts, not renormalised.
+softmax over all experts, not renormalised. A manifest may ask for Qwen3-MoE's variants instead: QK-norm in each head,
+fewer heads for keys and values, renormalised weights.
 
 Shape suffixes:
     B  sequences             D  hidden_size            E  num_experts
     S  tokens per sequence   F  intermediate_size      K  num_experts_per_tok
     T  tokens, B*S           H  attention heads        R  rows, T*K: a token once for each expert chosen for it
-    V  vocab_size            A  width of a head, D/H
+    V  vocab_size            A  width of a head
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class RMSNorm(nn.Module):
 
 def rotary_tables(model: Model, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary positions, fp32, each (length, A)."""
-    width = model.hidden_size // model.num_attention_heads
+    width = model.head_width
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
     frequencies = 1.0 / (model.rope_theta**exponents)
     angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * frequencies
@@ -90,28 +91,33 @@ def rotate(x_BHSA: Tensor, cos_SA: Tensor, sin_SA: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention with QK-norm over the whole width."""
+    """Causal multi-head self-attention; QK-norm over the whole width, or in each head."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        width = model.hidden_size
-        self.heads = model.num_attention_heads
-        self.q_proj = Linear(width, width)
-        self.k_proj = Linear(width, width)
-        self.v_proj = Linear(width, width)
-        self.o_proj = Linear(width, width)
-        self.q_norm = RMSNorm(width, model.rms_norm_eps)
-        self.k_norm = RMSNorm(width, model.rms_norm_eps)
+        width, self.head_width = model.hidden_size, model.head_width
+        queries, keys = model.num_attention_heads * self.head_width, model.kv_heads * self.head_width
+        self.norm_in_heads = model.qk_norm == "head"
+        self.shares_keys = keys < queries
+        self.q_proj = Linear(width, queries)
+        self.k_proj = Linear(width, keys)
+        self.v_proj = Linear(width, keys)
+        self.o_proj = Linear(queries, width)
+        self.q_norm = RMSNorm(self.head_width if self.norm_in_heads else queries, model.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_width if self.norm_in_heads else keys, model.rms_norm_eps)
 
     def forward(self, x_BSD: Tensor, cos_SA: Tensor, sin_SA: Tensor) -> Tensor:
-        q_BHSA = rotate(self._split(self.q_norm(self.q_proj(x_BSD))), cos_SA, sin_SA)
-        k_BHSA = rotate(self._split(self.k_norm(self.k_proj(x_BSD))), cos_SA, sin_SA)
+        q_BHSA = rotate(self._normed(self.q_proj(x_BSD), self.q_norm), cos_SA, sin_SA)
+        k_BHSA = rotate(self._normed(self.k_proj(x_BSD), self.k_norm), cos_SA, sin_SA)
         v_BHSA = self._split(self.v_proj(x_BSD))
-        y_BHSA = F.scaled_dot_product_attention(q_BHSA, k_BHSA, v_BHSA, is_causal=True)
-        return self.o_proj(y_BHSA.transpose(1, 2).reshape(x_BSD.shape))  # type: ignore[no-any-return]
+        y_BHSA = F.scaled_dot_product_attention(q_BHSA, k_BHSA, v_BHSA, is_causal=True, enable_gqa=self.shares_keys)
+        return self.o_proj(y_BHSA.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _normed(self, x_BSD: Tensor, norm: RMSNorm) -> Tensor:
+        return norm(self._split(x_BSD)) if self.norm_in_heads else self._split(norm(x_BSD))
 
     def _split(self, x_BSD: Tensor) -> Tensor:
-        heads_BSHA: Tensor = x_BSD.unflatten(-1, (self.heads, -1))
+        heads_BSHA: Tensor = x_BSD.unflatten(-1, (-1, self.head_width))
         return heads_BSHA.transpose(1, 2)
 
 
@@ -138,11 +144,14 @@ class SparseMLP(nn.Module):
             Expert(model.hidden_size, model.intermediate_size) for _ in range(model.num_experts)
         )
         self.top = model.num_experts_per_tok
+        self.renormalises = model.norm_topk_prob
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Routing]:
         logits_TE = self.gate(x_TD.float())
         probs_TE = logits_TE.softmax(-1)
         weights_TK, chosen_TK = probs_TE.topk(self.top, dim=-1)
+        if self.renormalises:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         counts_E = chosen_TK.flatten().bincount(minlength=len(self.experts))
 
         # Sort the rows by expert once (stable: the result does not depend on the sorting routine), run each expert on

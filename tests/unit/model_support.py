@@ -14,6 +14,9 @@ from spes_p2p.delta.numeric import FloatArray
 from spes_protocols.manifest import Loss, Model
 
 GROUPS = 4
+QWEN3 = {"num_key_value_heads": 2, "head_dim": 16, "qk_norm": "head", "norm_topk_prob": True}
+"""What makes a model of four heads one of Qwen3-MoE's kind."""
+
 MODEL = Model(
     vocab_size=61,
     hidden_size=24,
@@ -47,7 +50,7 @@ def dense_loss(state: Mapping[str, Tensor], model: Model, tokens: Tensor, factor
     """(total loss, cross-entropy) of sequences (n, length + 1): every expert runs on every token, logits are whole."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     count, length = inputs.shape
-    width = model.hidden_size // model.num_attention_heads
+    width = model.head_width
     frequencies = model.rope_theta ** -(torch.arange(width // 2, dtype=torch.float64) * 2 / width)
     turns = torch.polar(torch.ones(1, dtype=torch.float64), torch.arange(length)[:, None] * frequencies)
 
@@ -55,7 +58,13 @@ def dense_loss(state: Mapping[str, Tensor], model: Model, tokens: Tensor, factor
         return state[f"{name}.weight"] * x / (x.pow(2).mean(-1, keepdim=True) + model.rms_norm_eps).sqrt()
 
     def heads(x: Tensor) -> Tensor:
-        return x.reshape(count, length, model.num_attention_heads, width).transpose(1, 2)
+        return x.reshape(count, length, -1, width).transpose(1, 2)
+
+    def normed_heads(x: Tensor, name: str) -> Tensor:
+        return norm(heads(x), name) if model.qk_norm == "head" else heads(norm(x, name))
+
+    def shared(x: Tensor) -> Tensor:
+        return x.repeat_interleave(model.num_attention_heads // model.kv_heads, dim=1)
 
     def turned(x: Tensor) -> Tensor:
         rotated = torch.complex(x[..., : width // 2], x[..., width // 2 :]) * turns
@@ -67,21 +76,24 @@ def dense_loss(state: Mapping[str, Tensor], model: Model, tokens: Tensor, factor
         at = f"model.layers.{layer}"
         h = norm(x, f"{at}.input_layernorm")
         q, k, v = (h @ state[f"{at}.self_attn.{name}_proj.weight"].T for name in "qkv")
-        q = turned(heads(norm(q, f"{at}.self_attn.q_norm")))
-        k = turned(heads(norm(k, f"{at}.self_attn.k_norm")))
+        q = turned(normed_heads(q, f"{at}.self_attn.q_norm"))
+        k = shared(turned(normed_heads(k, f"{at}.self_attn.k_norm")))
         scores = q @ k.transpose(-1, -2) / width**0.5
         scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
-        y = (scores.softmax(-1) @ heads(v)).transpose(1, 2).reshape(count, length, -1)
+        y = (scores.softmax(-1) @ shared(heads(v))).transpose(1, 2).reshape(count, length, -1)
         x = x + y @ state[f"{at}.self_attn.o_proj.weight"].T
 
         h = norm(x, f"{at}.post_attention_layernorm").reshape(count * length, -1)
         logits = h @ state[f"{at}.mlp.gate.weight"].T
         probs = logits.softmax(-1)
         chosen = torch.zeros_like(probs).scatter(1, probs.topk(model.num_experts_per_tok).indices, 1.0)
+        weights = probs * chosen
+        if model.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
         y = torch.zeros_like(h)
         for expert in range(model.num_experts):
             gate, up, down = (state[f"{at}.mlp.experts.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down"))
-            y = y + (probs * chosen)[:, expert, None] * ((F.silu(h @ gate.T) * (h @ up.T)) @ down.T)
+            y = y + weights[:, expert, None] * ((F.silu(h @ gate.T) * (h @ up.T)) @ down.T)
         x = x + y.reshape(x.shape)
         balance.append(model.num_experts * (chosen.mean(0) / model.num_experts_per_tok * probs.mean(0)).sum())
         router_z.append(logits.logsumexp(-1).pow(2).mean())

@@ -103,6 +103,9 @@ def test_signing_again_changes_nothing_and_another_run_is_not_overwritten(
 WRONG: list[tuple[str, Any, str]] = [
     ("model.hidden_size", 7, "model.hidden_size = 7: expected a number from 8 to 65536"),
     ("model.hidden_size", "wide", "model.hidden_size = 'wide': expected a whole number"),
+    ("model.num_key_value_heads", 3, "model.num_key_value_heads = 3: expected a divisor of num_attention_heads = 4"),
+    ("model.head_dim", 8, 'model.head_dim = 8: expected qk_norm = "head" beside it'),
+    ("model.norm_topk_prob", 1, "model.norm_topk_prob = 1: expected true or false"),
     ("model.num_attention_heads", 5, "model.hidden_size = 16: expected an even multiple of num_attention_heads = 5"),
     ("optimizer.lr", 2.0, "optimizer.lr = 2.0: expected a number from 1e-08 to 1.0"),
     ("codecs.group", "zip", "codecs.group = 'zip': expected one of fp32, bf16, int8, int4"),

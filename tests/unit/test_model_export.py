@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from spes_p2p.model.export import export_checkpoint
 from spes_p2p.model.moe import MoE
 from spes_protocols.errors import UserError
 from spes_protocols.manifest import Model
-from tests.unit.model_support import GROUPS, random_state, random_tokens
+from tests.unit.model_support import GROUPS, QWEN3, random_state, random_tokens
 
 EOS_ID = 5
 
@@ -40,16 +41,27 @@ def tokenizer_path(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("top", "theta"), [(2, 500_000.0), (3, 10_000.0)])
-def test_transformers_gives_equal_logits(tmp_path: Path, tokenizer_path: Path, top: int, theta: float) -> None:
-    model = Model(**{**vars(MODEL), "num_experts_per_tok": top, "rope_theta": theta, "rms_norm_eps": 1e-6})
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("OlmoeForCausalLM", {"num_experts_per_tok": 2, "rope_theta": 500_000.0}),
+        ("OlmoeForCausalLM", {"num_experts_per_tok": 3, "rope_theta": 10_000.0}),
+        ("OlmoeForCausalLM", {"num_key_value_heads": 2, "norm_topk_prob": True}),
+        ("Qwen3MoeForCausalLM", QWEN3),
+        ("Qwen3MoeForCausalLM", {"qk_norm": "head"}),
+    ],
+)
+def test_transformers_gives_equal_logits(
+    tmp_path: Path, tokenizer_path: Path, kind: str, changes: dict[str, Any]
+) -> None:
+    model = Model(**{**vars(MODEL), **changes})
     state = random_state(model)
     export_checkpoint(state, model, EOS_ID, tokenizer_path, tmp_path / "out")
     loaded, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32, local_files_only=True, output_loading_info=True
     )
     assert not any(info.values()), info
-    assert type(loaded).__name__ == "OlmoeForCausalLM"
+    assert type(loaded).__name__ == kind
 
     moe = MoE(model, GROUPS)
     moe.load(state)

@@ -2,44 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from spes_p2p.core.tensors import tensor_specs
 from spes_p2p.model.loss import training_loss
 from spes_p2p.model.moe import MoE
-from spes_protocols.manifest import Loss
+from spes_protocols.manifest import Loss, Model
 from spes_protocols.messages import SHARED
-from tests.unit.model_support import GROUPS, MODEL, dense_loss, random_state, random_tokens
+from tests.unit.model_support import GROUPS, MODEL, QWEN3, dense_loss, random_state, random_tokens
 
 FACTORS = Loss(load_balance=0.5, router_z=0.1, softmax_z=0.03)
 """Large, so that each term's gradient shows."""
+
+Reference = tuple[dict[str, torch.Tensor], float, float]
 
 OWNED = (1, 3)
 TOKENS = random_tokens(3, MODEL.sequence_length + 1)
 
 
-def trained_once(**options: bool) -> MoE:
+QWEN3_MODEL = replace(MODEL, num_attention_heads=4, **QWEN3)
+
+
+def trained_once(model: Model = MODEL, **options: bool) -> MoE:
     """A model that owns OWNED, with the gradients of one batch."""
-    moe = MoE(MODEL, GROUPS, OWNED, **options)
-    moe.load(random_state())
+    moe = MoE(model, GROUPS, OWNED, **options)
+    moe.load(random_state(model))
     training_loss(moe, TOKENS[:, :-1], TOKENS[:, 1:], FACTORS).total.backward()
     return moe
 
 
 @pytest.fixture(scope="module")
-def reference() -> tuple[dict[str, torch.Tensor], float, float]:
+def reference() -> Reference:
+    """What the float64 version gives for MODEL."""
+    return dense(MODEL)
+
+
+def dense(model: Model) -> Reference:
     """Gradients of every tensor, total loss and cross-entropy, in float64."""
-    state = {name: torch.from_numpy(values).double().requires_grad_() for name, values in random_state().items()}
-    total, cross_entropy = dense_loss(state, MODEL, TOKENS, FACTORS)
+    state = {name: torch.from_numpy(values).double().requires_grad_() for name, values in random_state(model).items()}
+    total, cross_entropy = dense_loss(state, model, TOKENS, FACTORS)
     total.backward()
     return {name: values.grad for name, values in state.items()}, total.item(), cross_entropy.item()
 
 
+@pytest.mark.parametrize("model", [MODEL, QWEN3_MODEL], ids=["olmoe", "qwen3"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_equal_the_dense_float64_reference(reference, recompute: bool) -> None:
-    gradients, _, _ = reference
-    moe = trained_once(recompute=recompute)
+def test_gradients_equal_the_dense_float64_reference(model: Model, recompute: bool) -> None:
+    gradients, _, _ = dense(model)
+    moe = trained_once(model, recompute=recompute)
     checked = set()
     for name, parameter in moe.trainable().items():
         expected = gradients[name]
