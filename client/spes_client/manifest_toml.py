@@ -36,6 +36,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "ownership": "Expert groups: what a peer owns, the same experts in every layer.",
         "optimizer": "AdamW, with a cosine schedule over schedule steps (the local steps of one peer).",
         "loss": "Coefficients of the auxiliary losses.",
+        "routing": "Where tokens go while a peer trains. It changes neither the model nor what an export computes.",
         "rounds": "Rules of a round.",
         "merging": "Expert-merging warm-up.",
         "codecs": "How the differences that peers send are coded.",
@@ -81,6 +82,10 @@ MEANINGS: dict[str, dict[str, str]] = {
         "load_balance": "load-balancing loss of the router",
         "router_z": "z-loss of the router's logits",
         "softmax_z": "z-loss of the output logits",
+    },
+    "Routing": {
+        "owned_bias": "added to the router's logits of the experts a peer owns while it trains; falls linearly to 0",
+        "owned_bias_until_step": "schedule step at which owned_bias has reached 0",
     },
     "Rounds": {
         "phases": "How long rounds are, from which schedule step on. The first begins at 0, the others ascend.",

@@ -124,6 +124,21 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How tokens find experts while a peer trains: a bias towards the ones it owns, which alone learn from them.
+
+    `owned_bias` is added to the router's logits of owned experts and falls linearly to 0 at `owned_bias_until_step`.
+    """
+
+    owned_bias: Annotated[float, Range(0.0, 64.0)] = 0.0
+    owned_bias_until_step: Count = 0
+
+    def __post_init__(self) -> None:
+        if self.owned_bias and not self.owned_bias_until_step:
+            raise SchemaError("owned_bias_until_step", 0, "the schedule step at which owned_bias has fallen to 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Phase:
     """From schedule step `from_step` on: `steps` local steps a round (H), `batch_sequences` sequences a step."""
 
@@ -279,6 +294,7 @@ class Manifest:
     ownership: Ownership
     optimizer: Optimizer
     loss: Loss = Loss()
+    routing: Routing = Routing()
     rounds: Rounds
     merging: Merging = Merging()
     codecs: Codecs = Codecs()

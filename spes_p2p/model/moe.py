@@ -33,7 +33,11 @@ from spes_protocols.messages import section_group
 
 
 class Routing(NamedTuple):
-    """One layer's routing, for the auxiliary losses: fp32 logits and softmax, and how many tokens each expert got."""
+    """One layer's routing, for the auxiliary losses: fp32 logits and softmax, and how many tokens each expert got.
+
+    A bias towards owned experts is in the softmax and the counts, which then balance the owned experts among
+    themselves, and not in the logits, whose size the z-loss bounds.
+    """
 
     logits_TE: Tensor
     probs_TE: Tensor
@@ -145,10 +149,11 @@ class SparseMLP(nn.Module):
         )
         self.top = model.num_experts_per_tok
         self.renormalises = model.norm_topk_prob
+        self.bias_E: Tensor | None = None
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Routing]:
         logits_TE = self.gate(x_TD.float())
-        probs_TE = logits_TE.softmax(-1)
+        probs_TE = (logits_TE if self.bias_E is None else logits_TE + self.bias_E).softmax(-1)
         weights_TK, chosen_TK = probs_TE.topk(self.top, dim=-1)
         if self.renormalises:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
@@ -216,6 +221,7 @@ class MoE(nn.Module):
         self.config = model
         self.compute_dtype = compute_dtype
         self.recompute = recompute
+        self.groups = groups
         self.sections = {spec.name: spec.section for spec in tensor_specs(model, groups)}
         # Without memory at first, so that frozen experts never take that of fp32.
         with torch.device("meta"):
@@ -230,6 +236,7 @@ class MoE(nn.Module):
 
         A newly owned expert keeps the values it had in the compute dtype: `load` the state afterwards.
         """
+        self.owned = frozenset(owned)
         for name, parameter in self.named_parameters():
             group = section_group(self.sections[name])
             trainable = group is None or group in owned
@@ -239,6 +246,19 @@ class MoE(nn.Module):
                 parameter.grad = None
             if parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
+
+    def favour_owned(self, bias: float) -> None:
+        """Add `bias` to the router's logits of the experts that are trained, 0 for none; for training only.
+
+        Tokens that meet a frozen expert train no expert: a bias, most of all early in a run, lets fewer of them do so
+        (docs/lab.md). Routing and routing weights are those of a softmax over the biased logits.
+        """
+        per_group = self.config.num_experts // self.groups
+        bias_E = [bias if e // per_group in self.owned else 0.0 for e in range(self.config.num_experts)]
+        on_device_E = torch.tensor(bias_E, device=self.lm_head.weight.device) if any(bias_E) else None
+        for module in self.modules():
+            if isinstance(module, SparseMLP):
+                module.bias_E = on_device_E
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Copy a global state (fp32, such as the memory-mapped tensors of a state file) into the parameters."""

@@ -17,7 +17,7 @@ import torch
 from spes_p2p.model.loss import training_loss
 from spes_p2p.model.moe import MoE
 from spes_p2p.model.optim import fill_missing_gradients, learning_rate
-from spes_protocols.manifest import Manifest
+from spes_protocols.manifest import Manifest, Routing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,16 @@ class RoundResult:
     loss: float
 
 
+def owned_bias(config: Routing, step: int) -> float:
+    """The bias towards owned experts at schedule step `step`: `owned_bias`, falling linearly to 0 at its last step.
+
+    A pure function of the step that the ledger carries, as the learning rate is.
+    """
+    if step >= config.owned_bias_until_step:
+        return 0.0
+    return config.owned_bias * (1.0 - step / config.owned_bias_until_step)
+
+
 def train_round(
     *,
     model: MoE,
@@ -79,6 +89,7 @@ def train_round(
     for index in range(plan.steps):
         started = time.perf_counter()
         adamw.param_groups[0]["lr"] = learning_rate(manifest.optimizer, plan.step + index)
+        model.favour_owned(owned_bias(manifest.routing, plan.step + index))
 
         tokens = sequences(plan.positions(index)).astype(np.int64)
         batch_BS = torch.from_numpy(tokens).to(device)
@@ -102,6 +113,7 @@ def train_round(
         report(StepReport(steps=index + 1, loss=losses[-1], tokens_per_second=done / seconds))
         if should_cut():
             break
+    model.favour_owned(0.0)
     return RoundResult(
         steps=len(losses),
         tokens=len(losses) * plan.batch_sequences * manifest.model.sequence_length,

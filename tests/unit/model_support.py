@@ -46,8 +46,13 @@ def random_tokens(count: int, length: int, model: Model = MODEL, seed: int = 1) 
     return torch.from_numpy(np.random.default_rng(seed).integers(0, model.vocab_size, (count, length)))
 
 
-def dense_loss(state: Mapping[str, Tensor], model: Model, tokens: Tensor, factors: Loss) -> tuple[Tensor, Tensor]:
-    """(total loss, cross-entropy) of sequences (n, length + 1): every expert runs on every token, logits are whole."""
+def dense_loss(
+    state: Mapping[str, Tensor], model: Model, tokens: Tensor, factors: Loss, bias_E: Tensor | float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(total loss, cross-entropy) of sequences (n, length + 1): every expert runs on every token, logits are whole.
+
+    `bias_E` is the bias of the router towards some experts.
+    """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     count, length = inputs.shape
     width = model.head_width
@@ -85,7 +90,7 @@ def dense_loss(state: Mapping[str, Tensor], model: Model, tokens: Tensor, factor
 
         h = norm(x, f"{at}.post_attention_layernorm").reshape(count * length, -1)
         logits = h @ state[f"{at}.mlp.gate.weight"].T
-        probs = logits.softmax(-1)
+        probs = (logits + bias_E).softmax(-1)
         chosen = torch.zeros_like(probs).scatter(1, probs.topk(model.num_experts_per_tok).indices, 1.0)
         weights = probs * chosen
         if model.norm_topk_prob:

@@ -40,10 +40,10 @@ def reference() -> Reference:
     return dense(MODEL)
 
 
-def dense(model: Model) -> Reference:
+def dense(model: Model, bias_E: torch.Tensor | float = 0.0) -> Reference:
     """Gradients of every tensor, total loss and cross-entropy, in float64."""
     state = {name: torch.from_numpy(values).double().requires_grad_() for name, values in random_state(model).items()}
-    total, cross_entropy = dense_loss(state, model, TOKENS, FACTORS)
+    total, cross_entropy = dense_loss(state, model, TOKENS, FACTORS, bias_E)
     total.backward()
     return {name: values.grad for name, values in state.items()}, total.item(), cross_entropy.item()
 
@@ -73,6 +73,38 @@ def test_losses_equal_the_dense_float64_reference(reference) -> None:
     losses = training_loss(moe, TOKENS[:, :-1], TOKENS[:, 1:], FACTORS)
     assert losses.total.item() == pytest.approx(total, rel=1e-5)
     assert losses.cross_entropy.item() == pytest.approx(cross_entropy, rel=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_bias_towards_owned_experts_equals_the_dense_float64_reference(recompute: bool) -> None:
+    owned_E = torch.tensor([e // (MODEL.num_experts // GROUPS) in OWNED for e in range(MODEL.num_experts)])
+    gradients, total, _ = dense(MODEL, owned_E * 1.5)
+    moe = MoE(MODEL, GROUPS, OWNED, recompute=recompute)
+    moe.load(random_state())
+    moe.favour_owned(1.5)
+    loss = training_loss(moe, TOKENS[:, :-1], TOKENS[:, 1:], FACTORS).total
+    assert loss.item() == pytest.approx(total, rel=1e-5)
+    loss.backward()
+    for name, parameter in moe.trainable().items():
+        error = (parameter.grad.double() - gradients[name]).norm() / gradients[name].norm()
+        assert error < 2e-5, (name, error)
+
+
+def test_a_bias_sends_tokens_to_owned_experts_while_it_lasts() -> None:
+    moe = MoE(MODEL, GROUPS, OWNED)
+    moe.load(random_state())
+    logits, (_, before) = moe(TOKENS[:, :-1]), moe.hidden(TOKENS[:, :-1])
+    owned_E = torch.tensor([e // (MODEL.num_experts // GROUPS) in OWNED for e in range(MODEL.num_experts)])
+    moe.favour_owned(50.0)
+    _, routings = moe.hidden(TOKENS[:, :-1])
+    for unbiased, biased in zip(before, routings, strict=True):
+        assert unbiased.counts_E[~owned_E].sum() > 0
+        assert biased.counts_E[~owned_E].sum() == 0
+    moe.own((0,))
+    moe.favour_owned(50.0)
+    assert all(routing.counts_E[2:].sum() == 0 for routing in moe.hidden(TOKENS[:, :-1])[1])
+    moe.favour_owned(0.0)
+    assert torch.equal(moe(TOKENS[:, :-1]), logits)
 
 
 def test_only_shared_and_owned_parameters_are_trained() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import torch
 
 from spes_p2p.model.moe import MoE
 from spes_p2p.model.optim import learning_rate, make_adamw
-from spes_p2p.train.loop import RoundPlan, RoundResult, StepReport, train_round
-from spes_protocols.manifest import Loss, Manifest
+from spes_p2p.train.loop import RoundPlan, RoundResult, StepReport, owned_bias, train_round
+from spes_protocols.errors import SchemaError
+from spes_protocols.manifest import Loss, Manifest, Routing
 from tests.unit.model_support import GROUPS, MODEL, random_state
 from tests.unit.train_support import make_run
 
@@ -75,6 +77,25 @@ def test_each_step_has_its_rate_and_its_sequences(tiny: Manifest) -> None:
     assert [report.steps for report in reports] == [1, 2, 3, 4, 5]
     assert all(report.tokens_per_second > 0 for report in reports)
     assert (result.steps, result.tokens) == (5, 5 * 4 * MODEL.sequence_length)
+
+
+def test_the_bias_towards_owned_experts_falls_linearly_and_ends_with_the_round(tiny: Manifest) -> None:
+    routing = Routing(owned_bias=4.0, owned_bias_until_step=10)
+    assert [owned_bias(routing, step) for step in (0, 5, 9, 10, 11)] == [4.0, 2.0, pytest.approx(0.4), 0.0, 0.0]
+    assert owned_bias(Routing(), 0) == 0.0
+    with pytest.raises(SchemaError, match="owned_bias_until_step"):
+        Routing(owned_bias=1.0)
+
+    plain, first, _, _, _ = run_round(tiny, steps=3)
+    biased, second, _, _, _ = run_round(Manifest(**{**vars(tiny), "routing": routing}), steps=3)
+    assert second.loss != first.loss
+    assert all(layer.mlp.bias_E is None for layer in biased.model.layers)
+    over, third, _, _, _ = run_round(
+        Manifest(**{**vars(tiny), "routing": replace(routing, owned_bias_until_step=7)}), steps=3
+    )
+    assert third.loss == first.loss
+    for name, parameter in over.named_parameters():
+        assert torch.equal(parameter, dict(plain.named_parameters())[name])
 
 
 def test_a_cut_ends_the_round_after_the_step_in_hand(tiny: Manifest) -> None:
