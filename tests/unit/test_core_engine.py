@@ -1,0 +1,31 @@
+"""A machine's choices: what is allowed, what is refused, what a device does by itself."""
+
+import pytest
+
+from spes_p2p.core.engine import Engine, default_engine
+from spes_protocols.errors import SchemaError
+
+
+def test_a_gpu_keeps_frozen_experts_in_its_compute_dtype_and_a_cpu_in_fp32() -> None:
+    assert default_engine("cpu") == Engine(frozen="fp32")
+    assert default_engine("cuda") == Engine(frozen="bf16")
+    assert default_engine("cpu").micro_batch is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key"),
+    [
+        ({"frozen": "fp16"}, "frozen"),
+        ({"moments": "bf16"}, "moments"),
+        ({"gradients": "int8"}, "gradients"),
+        ({"recompute": 1}, "recompute"),
+        ({"micro_batch": 0}, "micro_batch"),
+        ({"micro_batch": True}, "micro_batch"),
+        ({"micro_batch": 1.5}, "micro_batch"),
+        ({"grouped": True, "frozen": "int8"}, "grouped"),
+    ],
+)
+def test_a_wrong_choice_is_named_with_what_is_allowed(wrong: dict[str, object], key: str) -> None:
+    with pytest.raises(SchemaError, match=rf"engine\.{key} = .*: expected ") as caught:
+        Engine(**wrong)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
