@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spes_client import ui
+from spes_client import homes, ui
 from spes_protocols.errors import NetworkError, UserError
 
 if TYPE_CHECKING:
@@ -82,26 +82,28 @@ def _control(path: Path) -> Iterator[ControlStub]:
     from spes_p2p.store.rundir import resolve_run_dir
     from spes_protocols.control_pb2_grpc import ControlStub
 
+    homes.require_directory(path)
     run = resolve_run_dir(path)
     run_dir = run.path
     try:
-        address = run.control_address_path.read_text().strip()
-    except FileNotFoundError:
-        raise _nobody(run_dir, path) from None
+        address = run.control_address_path.read_text("utf-8").strip()
+    except (FileNotFoundError, UnicodeDecodeError):
+        raise _nobody(run_dir) from None
     # An HTTP proxy of the environment has no business between two processes of one machine.
     with grpc.insecure_channel(f"unix:{address}", options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             yield ControlStub(channel)
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.UNAVAILABLE:
-                raise _nobody(run_dir, path) from None
+                raise _nobody(run_dir) from None
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise NetworkError(f"the peer of {run_dir} did not answer within {ANSWER_SECONDS:.0f} s") from None
             raise NetworkError(f"the peer of {run_dir} refused: {error.details()}") from None
 
 
-def _nobody(run_dir: Path, path: Path) -> UserError:
-    return UserError(f"no peer runs in {run_dir}; start it with: spes-join --dir {path}")
+def _nobody(run_dir: Path) -> UserError:
+    start = homes.command(homes.program_of(run_dir), homes.home_of(run_dir))
+    return UserError(f"no peer runs in {run_dir}; start it with: {start}")
 
 
 def _watch(replies: Iterator[StatusReply], *, as_json: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import unicodedata
 from pathlib import Path
 
@@ -58,21 +59,21 @@ class Identity:
                 mode = os.fstat(file.fileno()).st_mode
                 data = file.read(_IDENTITY_BYTES + 1)
         except FileNotFoundError:
-            raise UserError(f"no identity at {path}: restore a backup there with `spes keys restore`") from None
+            raise UserError(f"no identity at {path}; bring it back with: {_restore_command(path)}") from None
         except OSError as error:
             raise UserError(f"cannot read the identity {path}: {error.strerror}") from None
         if mode & 0o077:
-            raise UserError(f"the identity {path} can be read by other users: run `chmod 600 {path}`")
+            raise UserError(f"the identity {path} can be read by other users: run: chmod 600 {shlex.quote(str(path))}")
         return cls._parse(data, path)
 
     @classmethod
     def _parse(cls, data: bytes, path: Path) -> Identity:
         if len(data) != _IDENTITY_BYTES or not data.startswith(_PRIVATE_PREFIX):
-            raise UserError(f"{path} is not an Ed25519 identity file: restore a backup with `spes keys restore`")
+            raise UserError(f"{path} is not an Ed25519 identity file; {_replace_hint(path)}")
         seed, public_key = data[len(_PRIVATE_PREFIX) : -32], data[-32:]
         identity = cls.from_seed(seed)
         if identity.public_key != public_key:
-            raise UserError(f"the identity {path} is damaged: restore a backup with `spes keys restore`")
+            raise UserError(f"the identity {path} is damaged; {_replace_hint(path)}")
         return identity
 
     @classmethod
@@ -117,6 +118,14 @@ class Identity:
             serialization.PrivateFormat.PKCS8,
             serialization.BestAvailableEncryption(passphrase),
         )
+
+
+def _restore_command(path: Path) -> str:
+    return f"spes keys restore BACKUP --key {shlex.quote(str(path))}"
+
+
+def _replace_hint(path: Path) -> str:
+    return f"move it away, then bring your backup back with: {_restore_command(path)}"
 
 
 def _link_new(source: Path, target: Path) -> bool:

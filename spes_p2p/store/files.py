@@ -70,8 +70,10 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise DiskFullError(
                 f"disk full while writing {path}: free some space and run the same command again"
             ) from None
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR):
-            raise UserError(f"cannot write {path}: {error.strerror}; give another --dir") from None
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UserError(f"cannot write {path}: {error.strerror}; change its rights or give another --dir") from None
+        if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
+            raise UserError(f"cannot write {path}: {error.strerror}; move away what is there") from None
         if error.errno == errno.EIO:
             raise UserError(f"the disk fails while writing {path}: check it, then run the same command again") from None
         raise

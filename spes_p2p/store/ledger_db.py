@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spes_p2p.store.files import make_directory
+from spes_p2p.store.versions import OtherVersionError, other_version
 from spes_protocols.codec import decode, sha256
 from spes_protocols.errors import IntegrityError, UserError
 from spes_protocols.messages import ProposedSet, Sealed
@@ -62,12 +63,19 @@ CREATE TABLE IF NOT EXISTS sets (
 ) STRICT;
 """
 
+_COLUMNS = {
+    "chain": "bytes, position, kind, round, id",
+    "own_votes": "raw, epoch, round, view, step",
+    "own_headers": "raw, epoch, round",
+}
+"""The tables whose rows are signed, what is signed first."""
+
 
 class LedgerDB:
     """The ledger of one run; made if missing. Threads may share it and processes may open it side by side.
 
     Every method raises `IntegrityError` if the file is damaged and `UserError` if the disk is full or the file cannot
-    be used; every write is on disk when it returns.
+    be used, as one of another version (`OtherVersionError`); every write is on disk when it returns.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,10 +99,25 @@ class LedgerDB:
             raise self._damaged(found)
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version > _VERSION:
-            raise UserError(f"{self.path} was written by a newer version of this program: update it")
+            raise OtherVersionError(self.path, "a newer")
+        if version:
+            self._refuse_other_version(version)
         if version < _VERSION:
             # Creating twice is harmless, so processes that open a new file together need no other agreement.
             self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+
+    def _refuse_other_version(self, version: int) -> None:
+        """Raise `OtherVersionError`, before anything is changed, for other tables or newest records."""
+        for table, columns in _COLUMNS.items():
+            query = f"SELECT {columns} FROM {table} ORDER BY rowid DESC LIMIT 1"  # noqa: S608
+            try:
+                newest = self._db.execute(query).fetchone()
+            except sqlite3.OperationalError as error:
+                if version < _VERSION and error.sqlite_errorcode == sqlite3.SQLITE_ERROR:
+                    raise OtherVersionError(self.path, "an older") from None
+                raise
+            if newest and isinstance(newest[0], bytes) and (which := other_version(newest[0])) is not None:
+                raise OtherVersionError(self.path, which)
 
     def _use_wal(self) -> None:
         """Several processes that turn a new file into a WAL one at once are told that it is busy, without a wait."""

@@ -20,6 +20,7 @@ from spes_p2p.store.files import move_synced
 from spes_p2p.store.rundir import RunDir
 from spes_p2p.store.salvage import read_damaged, rebuild, words_are_sound
 from spes_p2p.store.states import StateStore
+from spes_p2p.store.versions import OtherVersionError
 from spes_protocols.codec import decode
 from spes_protocols.errors import IntegrityError, SpesError, UserError
 from spes_protocols.messages import Commit, Header, Sealed, SnapshotIndex, TensorIndex
@@ -33,6 +34,7 @@ class Finding:
     """One thing that was wrong.
 
     `swarm`: only other peers can give back what is missing now; `person`: only the person at this machine can.
+    `foreign`: nothing is damaged, another version of this program has written it.
     """
 
     what: str
@@ -40,6 +42,14 @@ class Finding:
     done: str
     swarm: bool = False
     person: bool = False
+    foreign: bool = False
+
+
+def other_version_finding(what: str, error: OtherVersionError) -> Finding:
+    """A file of another version is not damaged; it stays, and what hangs on it is not looked at."""
+    return Finding(
+        what=what, problem=str(error), done="left as it is, with all that belongs to it", person=True, foreign=True
+    )
 
 
 class Repair:
@@ -49,13 +59,18 @@ class Repair:
         """`aside` is where damaged files go; it is made when the first one does."""
         self.findings: list[Finding] = []
         self.checked = 0
+        self.has_spoken = False  # there are votes or headers of a peer's own
         self._run = run
         self._aside = aside
         self._report = report
 
     def run(self) -> None:
         """Everything, in the order in which one thing is checked by another. Raises `UserError` for the disk."""
-        self._ledger()
+        try:
+            self._ledger()
+        except OtherVersionError as error:
+            self.findings.append(other_version_finding("ledger", error))
+            return
         with self._run.ledger() as db:
             chain = Chain(self._run.manifest.record, self._run.run_id, db)
             states = self._run.states()
@@ -88,9 +103,11 @@ class Repair:
                 self._found("ledger", what, _SILENT, swarm=True)
             return
         rebuilt = rebuild(self._run, self._aside)
-        done = f"rebuilt with {rebuilt.records} records, and {rebuilt.words} votes and headers of this peer"
+        self.has_spoken |= rebuilt.words > 0
+        kept = f"{rebuilt.records} record{'s' * (rebuilt.records != 1)}"
+        done = f"rebuilt with {kept}, and {rebuilt.words} votes and headers of this peer"
         if not rebuilt.records_whole:
-            done += "; spes-join fetches the records after these"
+            done += "; the records after these are fetched at the next start"
         if not rebuilt.words_whole:
             done += f"; own votes may be missing: {_SILENT}"
         self._found("ledger", problem, done, swarm=not (rebuilt.records_whole and rebuilt.words_whole))
@@ -100,8 +117,10 @@ class Repair:
             with self._run.ledger() as db:
                 Chain(self._run.manifest.record, self._run.run_id, db)
         except IntegrityError as error:
-            return f"{error.check}: {error.detail}"
+            detail, _, _ = error.detail.partition("; leave the file where it is")  # until this command has looked at it
+            return f"{error.check}: {detail}"
         found = read_damaged(self._run.ledger_path)
+        self.has_spoken = bool(found.votes or found.headers)
         sound = words_are_sound(found) and found.votes_whole
         return None if sound else "what this peer has said itself cannot be read"
 
@@ -123,8 +142,9 @@ class Repair:
             if root is None:
                 states.verify(round_number)
             return
-        except (IntegrityError, UserError) as error:
+        except (IntegrityError, UserError, IsADirectoryError) as error:
             problem = error.detail if isinstance(error, IntegrityError) else str(error)
+            problem = "a directory is in its place" if isinstance(error, IsADirectoryError) else problem
         index = _index_of(round_number, states)
         if index is not None and root is not None and state_root(index) == root:
             self._move(both[0])
@@ -142,19 +162,23 @@ class Repair:
         lacking = sum(not blobs.has(digest) for digest in needed)
         if self.findings and lacking:
             problem = f"not here, and {lacking} of the blobs that lead to it are not either"
-            self._found(f"state {head.round}", problem, "spes-join fetches it", swarm=True)
+            self._found(f"state {head.round}", problem, "fetched at the next start", swarm=True)
         own = chain.db.own_header(head.epoch, head.round)
         for digest in _blobs_of(own) if own is not None else ():
             if not blobs.has(digest):
                 self._found(
                     f"blob {digest.hex()[:16]}", "this peer's own contribution to the round is gone",
-                    "spes-join fetches it from whoever has it", swarm=True,
+                    "fetched at the next start from whoever has it", swarm=True,
                 )  # fmt: skip
 
     # ---- blobs, the trainer ------------------------------------------------------------------------------------
 
     def _blobs(self) -> None:
         blobs = self._run.blobs()
+        for path in sorted(blobs.directory.iterdir()):
+            if not path.is_file() or not re.fullmatch(r"[0-9a-f]{64}(\.partial)?", path.name):
+                self._move(path)
+                self._found(f"blobs/{path.name}", "not a file of this program's", "moved aside")
         digests = blobs.digests()
         for number, digest in enumerate(digests):
             self.checked += 1
@@ -163,15 +187,11 @@ class Repair:
                 blobs.verify(digest)
             except IntegrityError as error:
                 self._move(blobs.path(digest))
-                done = "moved aside; spes-join fetches it if it needs it"
+                done = "moved aside; fetched again if it is needed"
                 self._found(f"blob {digest.hex()[:16]}", error.detail, done, swarm=True)
             if blobs.partial(digest).exists():
                 self._move(blobs.partial(digest))
                 self._found(f"blob {digest.hex()[:16]}", "an unfinished download of what is here", "moved aside")
-        strange = [p for p in blobs.directory.iterdir() if not re.fullmatch(r"[0-9a-f]{64}(\.partial)?", p.name)]
-        for path in sorted(strange):
-            self._move(path)
-            self._found(f"blobs/{path.name}", "not a file of this program's", "moved aside")
 
     def _trainer(self) -> None:
         path = self._run.optim_dir / "state.safetensors"

@@ -20,6 +20,7 @@ from spes_p2p.store.blobs import BlobStore
 from spes_p2p.store.files import atomic_write, disk_errors, make_directory, remove_unfinished
 from spes_p2p.store.ledger_db import LedgerDB
 from spes_p2p.store.states import StateStore
+from spes_p2p.store.versions import OtherVersionError, other_version
 from spes_protocols.codec import digest
 from spes_protocols.errors import IntegrityError, RemoteError, UserError
 from spes_protocols.manifest import Manifest
@@ -60,18 +61,26 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """Open a run's directory. Raises `UserError` if it is none, `IntegrityError` if its manifest is damaged."""
+        """Open a run's directory.
+
+        Raises `UserError` if it is none (`OtherVersionError`: of another version of this program), `IntegrityError` if
+        its manifest is damaged.
+        """
         file_path = path / _MANIFEST
         try:
             with file_path.open("rb") as file:
                 data = file.read(ENVELOPE_BYTES_MAX + 1)
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"{path} is not a run directory: it has no file `{_MANIFEST}`") from None
+        except IsADirectoryError:
+            raise IntegrityError("manifest", str(file_path), "it is a directory") from None
         except OSError as error:
             raise UserError(f"cannot read {file_path}: {error.strerror}") from None
         try:
             manifest = unseal_manifest(data)
         except RemoteError as error:
+            if (which := other_version(data)) is not None:
+                raise OtherVersionError(file_path, which) from None
             raise IntegrityError(error.check, str(file_path), error.detail) from None
         return cls(path=path, manifest=manifest)
 
@@ -233,7 +242,7 @@ def pinned_run(home: Path) -> bytes | None:
         run_id = bytes.fromhex(text)
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (ValueError, IsADirectoryError):
         run_id = b""
     if len(run_id) != 32:
         raise IntegrityError(
@@ -264,7 +273,9 @@ def resolve_run_dir(path: Path) -> RunDir:
         return RunDir.open(path)
     found = sorted(manifest.parent for manifest in path.glob(f"runs/*/{_MANIFEST}"))
     if not found:
-        raise UserError(f"no run at {path}: give a run's directory, or the --dir that spes-join was given")
+        if any((run / "ledger.sqlite").exists() for run in (path, *path.glob("runs/*"))):
+            raise UserError(f"the run at {path} has no manifest; see what can be done: spes repair --dir {path}")
+        raise UserError(f"no run at {path}: give a run's directory, or the --dir that spes-join or spes-bootstrap has")
     if len(found) > 1:
         pinned = pinned_run(path)
         found = [run for run in found if pinned and run.name == pinned.hex()] or found
