@@ -54,6 +54,13 @@ class Parser(argparse.ArgumentParser):
         defaults: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
         super().__init__(*args, **(defaults | kwargs))
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse does; but what a verb does not know is told with the verb's help, not the program's."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see: {self.prog} --help")
 
@@ -180,7 +187,8 @@ def run_program(body: Callable[[], int]) -> int:
         return _failed(str(error), error.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return _failed(f"{where}{error.strerror or error}", EXIT_USAGE)
+        hint = "; check whose it is, and its rights" if isinstance(error, PermissionError) else ""
+        return _failed(f"{where}{error.strerror or error}{hint}", EXIT_USAGE)
     except Exception as error:
         hint = "" if _debugging() else "; run again with SPES_DEBUG=1 for the traceback"
         return _failed(f"internal error: {type(error).__name__}: {error}{hint}", EXIT_CHECK_FAILED)

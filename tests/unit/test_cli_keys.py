@@ -145,7 +145,11 @@ def _fail(error: BaseException) -> NoReturn:
             "error: decode failed for x: broken; if it is a peer's own file, run: spes repair",
         ),
         (NetworkError("no answer"), 3, "error: no answer"),
-        (PermissionError(13, "Permission denied", "/x/y"), 2, "error: /x/y: Permission denied"),
+        (
+            PermissionError(13, "Permission denied", "/x/y"),
+            2,
+            "error: /x/y: Permission denied; check whose it is, and its rights",
+        ),
         (KeyboardInterrupt(), 130, "interrupted"),
         (
             ZeroDivisionError("division by zero"),
