@@ -23,6 +23,7 @@ from spes_protocols.errors import IntegrityError, UserError
 
 if TYPE_CHECKING:
     from spes_p2p.replay.problems import Problem
+    from spes_p2p.replay.show import Row
     from spes_p2p.replay.verify import Tally
     from spes_p2p.store.rundir import RunDir
 
@@ -215,11 +216,26 @@ def _show(args: argparse.Namespace) -> int:
         name = run.manifest.record.name
         rounds = [dataclasses.asdict(row) for row in found]
         ui.print_json({"dir": run.path, "run_id": run.run_id, "name": name, "rounds": rounds})
-        return ui.EXIT_OK
+        return _show_damaged(args, found)
     pictures = [replay_tables.overview(found, ui.columns())] if args.round is None else replay_tables.details(found)
     for picture in pictures:
         ui.print_rich(picture)
-    return ui.EXIT_OK
+    return _show_damaged(args, found)
+
+
+def _show_damaged(args: argparse.Namespace, rows: Sequence[Row]) -> int:
+    """The last words where a blob is not what the ledger says, and the exit code."""
+    damaged = {part.blob: row.round for row in rows for given in row.given for part in given.parts if part.damaged}
+    if not damaged:
+        return ui.EXIT_OK
+    rounds = ", ".join(map(str, dict.fromkeys(damaged.values())))
+    what = "1 blob is" if len(damaged) == 1 else f"{len(damaged)} blobs are"
+    command = shlex.join(["spes-replay", "verify", "--all", str(args.dir)])
+    print(
+        ui.one_line(f"error: {what} damaged, of round {rounds}; see what else is wrong with: {command}"),
+        file=sys.stderr,
+    )
+    return ui.EXIT_CHECK_FAILED
 
 
 def _show_abandoned(args: argparse.Namespace, run: RunDir) -> int:

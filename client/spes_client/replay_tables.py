@@ -1,4 +1,4 @@
-"""Tables of `spes-replay` for people: the rounds of a log, one round, two states compared."""
+"""Tables of `spes-replay` for people: the rounds of a log, one round, two states compared. All fit into 80 columns."""
 
 from __future__ import annotations
 
@@ -63,11 +63,12 @@ def _overview_cells(row: Row) -> list[str]:
 
 
 def _remarks(row: Row) -> str:
-    """What is not as it should be: few votes, owners who were given up, double voters, refusals."""
+    """What is not as it should be: few votes, owners who were given up, double voters, refusals, damaged blobs."""
     remarks = [row.strength] if row.strength != "final" else []
     remarks += [f"dropped {groups_text(row.dropped)}"] if row.dropped else []
     remarks += [f"{short_peer(vote.peer)} signed twice" for vote in row.double_votes]
     remarks += [f"{short_peer(g.peer)} {g.refused}" for g in row.given if g.refused]
+    remarks += [f"{short_peer(g.peer)} damaged" for g in row.given if any(part.damaged for part in g.parts)]
     return ", ".join(remarks)
 
 
@@ -105,7 +106,7 @@ def details(rows: Sequence[Row]) -> list[RenderableType]:
         pictures.append(pairs_table(_pairs(row)))
         pictures.append(_members(row))
         if row.given:
-            pictures.append(_contributions(row))
+            pictures += [_contributions(row), _sections(row)]
     return pictures
 
 
@@ -131,7 +132,7 @@ def _pairs(row: Row) -> list[tuple[str, str]]:
 def _members(row: Row) -> Table:
     table = _table()
     table.add_column("member", no_wrap=True)
-    table.add_column("groups")
+    table.add_column("groups", overflow="fold")
     for peer, groups in row.members.items():
         table.add_row(peer, ",".join(map(str, groups)) or "standby")
     return table
@@ -139,34 +140,46 @@ def _members(row: Row) -> Table:
 
 def _contributions(row: Row) -> Table:
     table = _table()
-    for column in ("contribution of", "outcome", "section", "codec"):
+    for column in ("contribution of", "outcome"):
         table.add_column(column, no_wrap=True)
-    for column in ("tokens", "steps", "loss", "bytes", "norm"):
+    for column in ("tokens", "steps", "loss", "bytes"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for given in row.given:
+        outcome = f"refused: {given.refused}" if given.refused else "counted"
+        figures = (count_text(given.tokens), str(given.steps), f"{given.loss:.3f}", bytes_text(given.bytes))
+        table.add_row(short_peer(given.peer), outcome, *figures)
+    return table
+
+
+def _sections(row: Row) -> Table:
+    table = _table()
+    for column in ("by", "section", "codec"):
+        table.add_column(column, no_wrap=True)
+    for column in ("bytes", "norm"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("blob", no_wrap=True)
     for given in row.given:
-        outcome = f"refused: {given.refused}" if given.refused else "counted"
-        first = [short_peer(given.peer), outcome]
-        figures = [count_text(given.tokens), str(given.steps), f"{given.loss:.3f}"]
+        peer = short_peer(given.peer)
         for part in given.parts:
-            norm = "-" if part.norm is None else f"{part.norm:.4g}"
-            size = bytes_text(part.bytes)
-            table.add_row(*first, part.section, part.codec, *figures, size, norm, part.blob.hex()[:16])
-            first, figures = ["", ""], ["", "", ""]
+            norm = "damaged" if part.damaged else "-" if part.norm is None else f"{part.norm:.4g}"
+            table.add_row(peer, part.section, part.codec, bytes_text(part.bytes), norm, part.blob.hex()[:16])
+            peer = ""
     return table
 
 
 def abandoned(records: Sequence[TakenBack]) -> Table:
     """A line for each record that was taken back."""
     table = _table()
-    table.add_column("round", justify="right")
-    for column in ("kind", "id", "follows", "state after", "strength"):
+    table.add_column("round", justify="right", no_wrap=True)
+    for column in ("record", "id", "follows", "state after", "rules"):
         table.add_column(column, no_wrap=True)
-    table.add_column("by the rules")
     for record in records:
         ids = [id.hex()[:12] for id in (record.id, record.parent, record.state_root)]
-        outcome = "valid" if record.checked else "not checked: what it follows is not in this log"
-        table.add_row(str(record.round), record.kind, *ids, record.strength or "-", outcome)
+        what = f"{record.kind}, {record.strength}" if record.strength else record.kind
+        table.add_row(str(record.round), what, *ids, "valid" if record.checked else "unknown")
+    if not all(record.checked for record in records):
+        table.caption = "unknown: not checked, for what the record follows is not in this log"
+        table.caption_justify = "left"
     return table
 
 
@@ -175,10 +188,10 @@ def comparison(actual: Result, changed: Result) -> Table:
     table = _table()
     table.add_column("", no_wrap=True)
     table.add_column("counted", justify="right")
-    for column in ("merge strength", "held-out bits per byte", "difference"):
+    for column in ("merge\nstrength", "held-out\nbits per byte", "difference"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("state root", no_wrap=True)
-    for name, result in (("as it was", actual), ("with the change", changed)):
+    for name, result in (("as it was", actual), ("changed", changed)):
         merge = "none" if result.merge_alpha is None else f"{result.merge_alpha:.4g}"
         difference = "" if result is actual else f"{result.bits_per_byte - actual.bits_per_byte:+.6f}"
         loss = f"{result.bits_per_byte:.6f}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spes_p2p.delta.contributions import check_blobs
 from spes_p2p.replay.degraded import Twice, double_votes, strength_of
@@ -12,19 +12,24 @@ from spes_p2p.replay.log import Log, Report, open_ledger
 from spes_p2p.store.blobs import BlobStore
 from spes_p2p.store.chain import Step
 from spes_p2p.store.rundir import RunDir
+from spes_protocols.errors import IntegrityError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import MICRO, Header, Reset, Section, Signed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One section of a contribution: bytes of its blob, and the norm of what it decodes to, None without the blob."""
+    """One section of a contribution: bytes of its blob, and the norm of what it decodes to, None without the blob.
+
+    A `damaged` blob is here, and is not what its header names: its SHA-256 is another.
+    """
 
     section: str
     codec: str
     blob: bytes
     bytes: int
     norm: float | None
+    damaged: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,16 +149,7 @@ def _commit_row(manifest: Manifest, blobs: BlobStore, step: Step) -> Row:
 
 def _given(manifest: Manifest, blobs: BlobStore, refused: str, header: Signed[Header]) -> Given:
     record = header.record
-    parts = tuple(
-        Part(
-            section=section.name,
-            codec=section.codec,
-            blob=section.blob,
-            bytes=section.size,
-            norm=_norm(manifest, blobs, header.signer, section),
-        )
-        for section in record.sections
-    )
+    parts = tuple(_part(manifest, blobs, header.signer, section) for section in record.sections)
     return Given(
         peer=header.signer,
         refused=refused,
@@ -165,8 +161,13 @@ def _given(manifest: Manifest, blobs: BlobStore, refused: str, header: Signed[He
     )
 
 
-def _norm(manifest: Manifest, blobs: BlobStore, peer: str, section: Section) -> float | None:
+def _part(manifest: Manifest, blobs: BlobStore, peer: str, section: Section) -> Part:
+    part = Part(section=section.name, codec=section.codec, blob=section.blob, bytes=section.size, norm=None)
     if not blobs.has(section.blob):
-        return None
+        return part
+    try:
+        blobs.verify(section.blob)
+    except IntegrityError:
+        return replace(part, damaged=True)
     verdict = check_blobs(manifest, peer, [section], blobs.path)
-    return math.sqrt(verdict.norms[0][1]) if verdict.norms else None
+    return replace(part, norm=math.sqrt(verdict.norms[0][1]) if verdict.norms else None)

@@ -382,7 +382,8 @@ def test_what_follows_nothing_known_is_said_not_to_be_checked(
     assert (record.id, record.strength, record.checked) == (mine[1].after.id, "", False)
     assert main(["show", str(log.run.path), "--abandoned"]) == 0
     out = capsys.readouterr().out
-    assert "not checked: what it follows is not in this log" in out
+    assert "unknown: not checked, for what the record follows is not in this log" in out
+    assert max(map(len, out.splitlines())) <= 80
     assert mine[1].after.id.hex()[:12] in out
     for number, count in ((2, 1), (1, 0)):
         assert main(["show", str(log.run.path), "--abandoned", "--round", str(number), "--json"]) == 0

@@ -2,9 +2,12 @@
 
 import json
 import math
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from spes_client import replay_tables
 from spes_client.replay import main
@@ -21,6 +24,7 @@ from tests.unit.log_support import (
     RunLog,
     copy_log,
     flip,
+    flip_file,
     play,
     records,
     rewrite_record,
@@ -79,6 +83,27 @@ def test_without_blobs_there_are_no_norms(played: RunLog, tmp_path: Path) -> Non
     assert {part.norm for row in rows(run) for g in row.given for part in g.parts} == {None}
 
 
+def test_a_damaged_blob_has_no_norm_and_is_told(
+    played: RunLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy_log(played, tmp_path)
+    before = next(iter(rows(run, only_round=2)))
+    given = next(g for g in before.given if g.peer == ADA.peer_id)
+    blob = next(part.blob for part in given.parts if part.section == "shared")
+    flip_file(run.blobs().path(blob))
+    (row,) = rows(run, only_round=2)
+    damaged = [part for g in row.given for part in g.parts if part.damaged]
+    assert [(part.blob, part.norm) for part in damaged] == [(blob, None)]
+    for more in ([], ["--round", "2"], ["--json"], ["--round", "2", "--json"]):
+        assert main(["show", str(run.path), *more]) == 1
+        told = capsys.readouterr()
+        assert "damaged" in told.out
+        command = f"spes-replay verify --all {run.path}"
+        assert told.err == f"error: 1 blob is damaged, of round 2; see what else is wrong with: {command}\n"
+    assert main(["show", str(run.path), "--round", "1"]) == 0
+    assert "damaged" not in capsys.readouterr().out
+
+
 def test_a_commit_that_a_reset_took_back_is_not_shown(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.start([log.claim(ADA), log.claim(BOB)])
@@ -127,6 +152,21 @@ def test_json_has_everything(played: RunLog, capsys: pytest.CaptureFixture[str])
 def test_a_round_that_is_not_there(played: RunLog, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(played.home), "--round", "5"]) == 2
     assert "the ledger has no record of round 5" in capsys.readouterr().err
+
+
+def test_every_table_fits_into_80_columns(played: RunLog) -> None:
+    plain = next(iter(rows(played.run, only_round=3)))
+    parts = tuple(replace(part, section="group/1000", norm=1.234e-123, bytes=10**12) for part in plain.given[0].parts)
+    given = replace(plain.given[0], refused="blob_digest", tokens=10**14, steps=10**6, loss=1000.125, parts=parts)
+    row = replace(plain, members=dict.fromkeys(plain.members, tuple(range(100))), given=(given, *plain.given))
+    wide = StringIO()
+    for picture in [replay_tables.overview([row], 80), *replay_tables.details([row])]:
+        Console(file=wide, width=80).print(picture)
+    Console(file=(free := StringIO()), width=400).print(*replay_tables.details([replace(row, members={})]))
+    assert max(map(len, wide.getvalue().splitlines())) <= 80
+    whole = {line.rstrip() for line in wide.getvalue().splitlines()}
+    assert {line.rstrip() for line in free.getvalue().splitlines() if "…" in line} <= whole, "nothing is cut off"
+    assert ",".join(map(str, range(8))) in wide.getvalue()
 
 
 @pytest.mark.parametrize(("width", "absent"), [(200, []), (100, ["norm groups", "owners of groups"])])

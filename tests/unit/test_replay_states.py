@@ -181,8 +181,9 @@ def test_the_comparison_is_a_table(played: RunLog, source: list[str], capsys: py
     assert main(["what-if", str(played.home), "--round", "1", "--without", EVE.peer_id, *source]) == 0
     out = capsys.readouterr().out
     assert "as it was" in out
-    assert "with the change" in out
-    assert "held-out bits per byte" in out
+    assert "changed" in out
+    assert "bits per byte" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
