@@ -1,0 +1,306 @@
+"""What training costs one peer, before anything is loaded: bytes on the device, in the host, on disk and on the line.
+
+Pure arithmetic on the manifest's numbers and this machine's choices (`core.engine`). `spes plan` prints it, `spes-join`
+chooses by it, `benchmarks/memory.py` holds it against what torch measures. What is a tensor is counted tensor by tensor
+from `core.tensors`; activations are counted from what the backward pass of `model/moe.py` keeps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from spes_p2p.core.engine import BLOCK, Engine
+from spes_p2p.core.tensors import tensor_specs
+from spes_protocols.manifest import Model, Phase
+from spes_protocols.messages import SHARED, section_group
+
+Device = Literal["cpu", "cuda"]
+
+GIB = 1024**3
+MIB = 1024**2
+
+FP32, BF16 = 4, 2
+SCALE_BYTES = 4
+
+LOSS_CHUNK_TOKENS: dict[Device, int] = {"cpu": 256, "cuda": 1024}
+"""Tokens whose logits exist at once: those of `model.loss`, which a test compares."""
+
+CUDA_FIXED_BYTES = 768 * MIB
+"""The driver's context, cuBLAS' workspaces and what the allocator rounds up: on the card beside every tensor."""
+
+PROCESS_BYTES: dict[Device, int] = {"cpu": 512 * MIB, "cuda": 2048 * MIB}
+"""A trainer's process before it has a tensor: Python, torch and, for a card, CUDA's libraries."""
+
+PEER_PROCESSES_BYTES = 768 * MIB
+"""The peer, its worker and the network daemon together, without the tensor at hand."""
+
+RECORD_BYTES_PER_OWNER = 1000
+"""Of a commit: an owner's header, signed vote and row in the member table. With four owners a commit has 3.9 kB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Parameters, and what each kind of keeping them takes in all: 8-bit blocks begin anew with each tensor."""
+
+    parameters: int
+    blocks: int
+
+    def kept(self, form: str) -> int:
+        """Bytes of these tensors as fp32, bf16 or int8 with one fp32 scale for each block (`core.engine.BLOCK`)."""
+        if form == "int8":
+            return self.parameters + SCALE_BYTES * self.blocks
+        return self.parameters * (BF16 if form == "bf16" else FP32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A model as one peer holds it: shared (psi), owned (Phi_i) and frozen experts, SPES paper section 3.3."""
+
+    shared: Counts
+    owned: Counts
+    frozen: Counts
+    largest: int
+    """Elements of the largest tensor."""
+
+    @property
+    def trained(self) -> int:
+        """Parameters that this peer trains."""
+        return self.shared.parameters + self.owned.parameters
+
+    @property
+    def parameters(self) -> int:
+        """All parameters of the model."""
+        return self.trained + self.frozen.parameters
+
+
+@functools.lru_cache(maxsize=256)
+def cut(model: Model, groups: int, owned: int) -> Cut:
+    """The model's tensors as a peer with `owned` of `groups` groups holds them; all groups are alike."""
+    assert 0 <= owned <= groups
+    sizes: dict[str, list[int]] = {"shared": [], "owned": [], "frozen": []}
+    for spec in tensor_specs(model, groups):
+        group = None if spec.section == SHARED else section_group(spec.section)
+        sizes["shared" if group is None else "owned" if group < owned else "frozen"].append(spec.size)
+    counts = {
+        kind: Counts(parameters=sum(found), blocks=sum(-(-size // BLOCK) for size in found))
+        for kind, found in sizes.items()
+    }
+    return Cut(**counts, largest=max(size for found in sizes.values() for size in found))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """Bytes on the device (a CPU's are the trainer's host memory)."""
+
+    shared: int
+    owned: int
+    frozen: int
+    gradients: int
+    moments: int
+    activations: int
+    logits: int
+    workspace: int
+
+    @property
+    def weights(self) -> int:
+        """All parameters, in the form each is kept in."""
+        return self.shared + self.owned + self.frozen
+
+    @property
+    def state(self) -> int:
+        """Weights, gradients and moments: what does not depend on the batch."""
+        return self.weights + self.gradients + self.moments
+
+    @property
+    def total(self) -> int:
+        """Everything at the fullest moment of a step."""
+        return self.state + self.activations + self.logits + self.workspace
+
+
+def device_memory(
+    model: Model, groups: int, owned: int, engine: Engine, *, sequences: int, device: Device, sequence_length: int = 0
+) -> DeviceMemory:
+    """What a step takes on the device with `owned` of `groups` groups.
+
+    `sequences` is a step's whole batch, of which `engine.micro_batch` go through at once; `sequence_length` 0 is the
+    model's. Weights, gradients and moments are exact; activations are upper bounds for balanced routing; the workspace
+    is an allowance.
+    """
+    parts = cut(model, groups, owned)
+    at_once = min(sequences, engine.micro_batch or sequences)
+    length = sequence_length or model.sequence_length
+    return DeviceMemory(
+        shared=parts.shared.kept("fp32"),
+        owned=parts.owned.kept("fp32"),
+        frozen=parts.frozen.kept(engine.frozen),
+        gradients=parts.trained * (BF16 if engine.gradients == "bf16" else FP32),
+        moments=2 * (parts.shared.kept(engine.moments) + parts.owned.kept(engine.moments)),
+        activations=activation_bytes(model, engine, tokens=at_once * length, device=device),
+        logits=logits_bytes(model, tokens=at_once * length, device=device),
+        workspace=workspace_bytes(model, groups, owned, engine, tokens=at_once * length, device=device),
+    )
+
+
+def compute_bytes(device: Device) -> int:
+    """Bytes of an element in the compute dtype: bf16 on a GPU, fp32 on a CPU."""
+    return BF16 if device == "cuda" else FP32
+
+
+def activation_bytes(model: Model, engine: Engine, *, tokens: int, device: Device) -> int:
+    """What the backward pass of a micro-batch of `tokens` tokens needs of the forward pass.
+
+    Derivation, with c bytes in the compute dtype, T tokens, R = T * top-k rows, D, F, E as in `model/moe.py`, and Q and
+    K the widths of all heads of queries and of keys. Each layer keeps
+
+        4 T * 2 D           the residual stream before each of its two norms, in fp32
+        c T * D + 4 T * D   what q, k and v read; what the router reads, in fp32
+        c T * (3 Q + 3 K)   q and k before their norm and after the rotation, v, attention's result
+        4 T * heads         attention's log-sum-exp
+        8 T * E + 32 R      the router's logits and softmax; which expert each row goes to, there and back
+        c R * (2 D + 4 F)   experts: rows in and out, gate, its SiLU, up, their product
+
+    and on a CPU, whose norms are put together from single operations, each norm's input in fp32 once more. A frozen
+    expert does not keep its product, so 4 F is an upper bound. Weights in another form than the compute dtype are
+    converted for one product at a time and kept in neither pass (`model/frozen.py`). With `recompute` a layer keeps
+    only its residual stream and the router's two fp32 tables, and
+    one layer at a time has all of the above.
+    """
+    c, layers = compute_bytes(device), model.num_hidden_layers
+    width, hidden, experts = model.hidden_size, model.intermediate_size, model.num_experts
+    queries, keys = model.num_attention_heads * model.head_width, model.kv_heads * model.head_width
+    rows = tokens * model.num_experts_per_tok
+    layer = FP32 * tokens * 2 * width + (c + FP32) * tokens * width + 3 * c * tokens * (queries + keys)
+    layer += FP32 * tokens * model.num_attention_heads + 8 * tokens * experts + 32 * rows
+    layer += c * rows * (2 * width + 4 * hidden)
+    if device == "cpu":
+        layer += FP32 * tokens * (2 * width + queries + keys)
+    ends = tokens * width * (2 * FP32 + c)
+    if engine.recompute:
+        return layers * tokens * (FP32 * width + 8 * experts) + layer + ends
+    return layers * layer + ends
+
+
+def logits_bytes(model: Model, *, tokens: int, device: Device) -> int:
+    """The loss of `model.loss`: a chunk of logits in fp32 (and in the compute dtype), the head in the compute dtype,
+    the head's gradient while it is summed and once more while it is scaled, the gradient of the hidden states.
+    """
+    c, chunk, head = compute_bytes(device), min(tokens, LOSS_CHUNK_TOKENS[device]), model.vocab_size * model.hidden_size
+    narrow = c if c != FP32 else 0
+    return chunk * model.vocab_size * (FP32 + narrow) + head * (2 * FP32 + narrow) + c * tokens * model.hidden_size
+
+
+def workspace_bytes(model: Model, groups: int, owned: int, engine: Engine, *, tokens: int, device: Device) -> int:
+    """What comes and goes: gradients of one layer's activations, AdamW on its largest tensor, a card's fixed share."""
+    c, rows = compute_bytes(device), tokens * model.num_experts_per_tok
+    backward = c * (rows * (2 * model.hidden_size + 3 * model.intermediate_size) + 4 * tokens * model.hidden_size)
+    largest = cut(model, groups, owned).largest
+    step = (3 * FP32 * largest if engine.moments == "int8" else 0) or (
+        FP32 * largest if engine.gradients == "bf16" else 0
+    )
+    return max(backward, step) + (CUDA_FIXED_BYTES if device == "cuda" else 0)
+
+
+def step_flops_per_token(model: Model, groups: int, owned: int, sequence_length: int = 0) -> float:
+    """Floating-point operations that a training step needs for a token, for the share of a machine's peak (MFU).
+
+    Two for each weight that a token meets in the forward pass; twice that again in the backward pass where the weight
+    is trained, once where it is frozen (the gradient of its input alone); causal attention meets half of the sequence.
+    Tokens are taken to be balanced over experts. Recomputing is not counted.
+    """
+    length = sequence_length or model.sequence_length
+    queries, keys = model.num_attention_heads * model.head_width, model.kv_heads * model.head_width
+    width, layers = model.hidden_size, model.num_hidden_layers
+    shared = layers * (2 * width * (queries + keys) + model.num_experts * width) + model.vocab_size * width
+    experts = layers * model.num_experts_per_tok * 3 * width * model.intermediate_size
+    attention = layers * queries * length
+    return 6.0 * shared + experts * (4.0 + 2.0 * owned / groups) + 6.0 * attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """Exact sizes of a run's files, from `store.states.Layout` and `delta.codecs.section_bytes`."""
+
+    state_bytes: int
+    shared_bytes: int
+    group_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes of one peer in one round, without votes and headers, which are some kilobytes.
+
+    Without a server everybody fetches everybody's contribution, so on average a peer sends its own once to each other.
+    """
+
+    contribution: int
+    received: int
+    sent: int
+
+
+def traffic(files: Files, *, peers: int, groups: int, owned: int) -> Traffic:
+    """A round of `peers` peers who own `groups` groups together, `owned` of them this one."""
+    contribution = files.shared_bytes + owned * files.group_bytes
+    received = (peers - 1) * files.shared_bytes + (groups - owned) * files.group_bytes
+    return Traffic(contribution=contribution, received=received, sent=(peers - 1) * contribution)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """Least bytes on disk, without the training text's cache."""
+
+    states: int
+    blobs: int
+    trainer: int
+    log_round: int
+    """What a round adds to a log that keeps every blob: an archive's, or one that is to be replayed."""
+
+    @property
+    def total(self) -> int:
+        """States, blobs and the trainer's own."""
+        return self.states + self.blobs + self.trainer
+
+
+def disk(model: Model, files: Files, *, peers: int, groups: int, owned: int) -> Disk:
+    """Two states and a third while it is written, two rounds' blobs (SPEC 8.4), the trainer's state twice while it is
+    replaced: two moments, a residual and the one in case the contribution counts, fp32 each, and its blobs.
+    """
+    trained = cut(model, groups, owned).trained
+    blobs = peers * files.shared_bytes + groups * files.group_bytes
+    return Disk(
+        states=3 * files.state_bytes,
+        blobs=2 * blobs,
+        trainer=2 * 4 * FP32 * trained + files.shared_bytes + owned * files.group_bytes,
+        log_round=blobs + RECORD_BYTES_PER_OWNER * peers,
+    )
+
+
+def host_bytes(model: Model, groups: int, owned: int, *, device: Device) -> int:
+    """Memory of all the peer's processes in the host, without what a CPU trains on (`device_memory`).
+
+    The trainer holds each trained parameter's residual, and once more as it is if the contribution counts; while a
+    section is coded, its deltas and what they decode to. The worker holds a tensor and the pieces it comes from, in
+    a round that merges also a layer's gates in int8. States are mapped files: the system takes their memory back.
+    """
+    parts = cut(model, groups, owned)
+    section = max(parts.shared.parameters, (parts.parameters - parts.shared.parameters) // groups if owned else 0)
+    gates = model.num_experts * model.hidden_size * model.intermediate_size
+    trainer = PROCESS_BYTES[device] + FP32 * (2 * parts.trained + 2 * section)
+    return trainer + PEER_PROCESSES_BYTES + 2 * FP32 * parts.largest + gates
+
+
+def apply_work_bytes(model: Model, groups: int, *, peers: int) -> int:
+    """What applying a round touches, in bytes of fp32: the state read and the new one written and hashed, each
+    peer's shared section and each group's decoded once. A machine's rate is this over the seconds it took.
+    """
+    parts = cut(model, groups, groups)
+    return FP32 * (2 * parts.parameters + peers * parts.shared.parameters + parts.owned.parameters)
+
+
+def rounds_of(phases: Sequence[Phase], total_steps: int) -> int:
+    """How many rounds a schedule of `total_steps` steps has, by its phases."""
+    ends = [*(phase.from_step for phase in phases[1:]), total_steps]
+    spans = [(phase, min(end, total_steps) - phase.from_step) for phase, end in zip(phases, ends, strict=True)]
+    return sum(-(-steps // phase.steps) for phase, steps in spans if steps > 0)
