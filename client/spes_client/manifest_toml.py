@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
 import typing
 from collections.abc import Iterator
@@ -344,7 +345,7 @@ def to_manifest(plain: dict[str, Any], organizer: str = "") -> Manifest:
     Raises `SchemaError` naming key, value and allowed range, `UserError` for what is still marked `FILL_IN`. The
     record's `genesis_root` is what the file says, or empty.
     """
-    open_keys = [path for path, value in _leaves(plain) if value == FILL_IN]
+    open_keys = [path for path, value in _leaves(plain) if isinstance(value, str) and value.startswith(FILL_IN)]
     if open_keys:
         more = f" ({len(open_keys) - 1} more are marked {FILL_IN})" if len(open_keys) > 1 else ""
         raise UserError(f"{open_keys[0]} is yet to be filled in: {_todo(open_keys[0])}{more}")
@@ -378,7 +379,7 @@ def _todo(path: str) -> str:
         return "print its table with: spes run digest FILE_OR_URL --tokenizer TOKENIZER_JSON"
     if path.startswith("data.tokenizer"):
         return "print its table with: spes run digest --tokenizer TOKENIZER_JSON"
-    plain_path = path.replace("[0]", "[]")
+    plain_path = re.sub(r"\[\d+\]", "[]", path)
     return next((f"{key.meaning} ({key.allowed})" for key in keys() if key.path == plain_path), "a value")
 
 

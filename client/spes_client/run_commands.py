@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from spes_client import ui
 from spes_client.digests import FORMATS
 from spes_protocols.errors import IntegrityError, RemoteError, UserError
-from spes_protocols.types import ENVELOPE_BYTES_MAX, PEER_ID
+from spes_protocols.types import ENVELOPE_BYTES_MAX, GROUPS_MAX, PEER_ID
 
 if TYPE_CHECKING:
     from spes_protocols.manifest import Data, Manifest, Shard, Tokenizer
@@ -42,11 +42,29 @@ def register(subparsers: Any) -> None:
 def _register_new(verbs: Any) -> None:
     new = verbs.add_parser("new", help="write a manifest to edit")
     ui.flag(
-        new, "--preset", metavar="NAME", required=True, help="tiny (the demo's model), 1b or 7b (published SPES models)"
+        new,
+        "--preset",
+        metavar="NAME",
+        required=True,
+        help="tiny (the demo's model), 1b, 2b, 7b or 9b (models of the SPES paper)",
     )
     ui.flag(new, "--name", default="", help="name that volunteers see (default: the preset's)")
     ui.flag(
         new, "--seed", type=ui.whole_number(0, 2**63 - 1), help="fixes first weights and data order (default: drawn)"
+    )
+    ui.flag(
+        new,
+        "--nodes",
+        type=ui.whole_number(1, GROUPS_MAX),
+        metavar="N",
+        help="for N nodes: a group for each, the published batch divided among them (default: the preset's own)",
+    )
+    ui.flag(
+        new,
+        "--tokens",
+        type=_tokens,
+        metavar="T",
+        help="length of the run in tokens, such as 100e9 (default: the preset's)",
     )
     ui.flag(
         new,
@@ -142,6 +160,16 @@ def _peer_id(text: str) -> str:
     return text
 
 
+def _tokens(text: str) -> int:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 1 <= value <= 1e15:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of tokens from 1 to 1e15, such as 100e9")
+    return int(value)
+
+
 def _digest_hex(text: str) -> bytes:
     if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a commit's digest, 64 hexadecimal digits")
@@ -155,12 +183,12 @@ def _new(args: argparse.Namespace) -> int:
     output = Path(args.output)
     seed = secrets.randbits(32) if args.seed is None else args.seed
     check_name(args.name or args.preset)
-    vocab_size = new_manifest(args.preset)["model"]["vocab_size"]
+    draft = new_manifest(args.preset, nodes=args.nodes, tokens=args.tokens)
     if output.exists() and not args.force:
         raise UserError(f"{output} exists; choose another name with -o, or overwrite it with --force")
     ui.check_writable(output)
-    data = _prepare_data(args, vocab_size, output) if args.data else None
-    plain = new_manifest(args.preset, name=args.name, seed=seed, data=data)
+    data = _prepare_data(args, draft["model"]["vocab_size"], output) if args.data else None
+    plain = new_manifest(args.preset, name=args.name, seed=seed, data=data, nodes=args.nodes, tokens=args.tokens)
     ui.write_file(output, render(plain).encode())
     if args.json:
         ui.print_json({"file": output, "name": plain["name"], "seed": seed, "preset": args.preset})
