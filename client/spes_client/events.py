@@ -75,7 +75,8 @@ def _events(args: argparse.Namespace) -> int:
         if args.json:
             ui.print_json({"round": timeline.round, "answers": [_plain_answer(answer) for answer in answers]})
         else:
-            print("\n".join(ui.one_line(" ".join(answer.sentences())) for answer in answers))
+            for number, answer in enumerate(answers):
+                ui.print_sentences(answer.sentences(), is_first=number == 0)
         return ui.EXIT_OK
     shown = [m for m in timeline.moments if peer is None or peer in (m.peer, *m.event.peers)]
     if args.json:

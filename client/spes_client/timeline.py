@@ -76,7 +76,7 @@ class Clock:
 
 @dataclass(kw_only=True)
 class Timeline:
-    """A round as several peers saw it."""
+    """A round as several peers saw it. `around` is what the logs have from shortly before and after it too."""
 
     run: str
     round: int
@@ -89,6 +89,7 @@ class Timeline:
     unknown: int = 0
     lost: int = 0
     alive: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    around: list[Moment] = field(default_factory=list)
 
     @property
     def peers(self) -> list[str]:
@@ -356,9 +357,11 @@ def _merge(run: str, number: int, logs: Sequence[Log]) -> Timeline:
         alive.setdefault(mine[0].peer, []).append((mine[0].at, mine[-1].at))
     _in_order(pushes, clocks)
     zero, end, moments = _of_round(number, every)
+    around = sorted((moment for mine in every for moment in mine), key=lambda moment: moment.at)
     return Timeline(
         run=run, round=number, zero=zero, end=end, moments=moments, clocks=list(clocks.values()), agree=agree,
-        alive=alive, skipped=sum(log.skipped for log in logs), unknown=unknown, lost=sum(log.lost for log in logs),
+        alive=alive, around=around, unknown=unknown,
+        skipped=sum(log.skipped for log in logs), lost=sum(log.lost for log in logs),
     )  # fmt: skip
 
 

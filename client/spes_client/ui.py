@@ -319,6 +319,24 @@ def print_rich(what: RenderableType) -> None:
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
+def print_sentences(sentences: Sequence[str], *, is_first: bool) -> None:
+    """Print prose on stdout: on a terminal each sentence wrapped to it, elsewhere all of them as one line.
+
+    Between one answer and the next a terminal shows a blank line.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        print(one_line(" ".join(sentences)))
+        return
+    if not is_first:
+        console.print()
+    for sentence in sentences:
+        console.print(Text(one_line(sentence), overflow="fold"))
+
+
 def bytes_text(count: float) -> str:
     """An amount of bytes for people, in powers of 1000: `12.3 MB`."""
     return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))

@@ -43,6 +43,9 @@ _CLUES_MAX = 6
 _REASONS_MAX = 4
 _SILENCE_SECONDS = 1.0
 
+_HOLLOW = ("it could not be reached a moment ago", "the record before it could not be pushed")
+"""Reasons that only point at a failure before them."""
+
 Names = Callable[[str], str]
 
 
@@ -161,9 +164,9 @@ class _Case:
                 return Fate(peer=peer, reached=arrived, told=told)
             told = f"{who} took it, as {self._me} tells, but its own log does not show that{self._lost()}."
             return Fate(peer=peer, reached=None, told=told)
-        told = f"{who} never received it: {self._pushed(peer, pushes)}.{self._state(peer, since)}"
+        told = f"{who} never received it: {self._pushed(peer, pushes, since)}.{self._state(peer, since)}"
         if not has_log:
-            told = f"{who} did not get it, as far as is known: {self._pushed(peer, pushes)}."
+            told = f"{who} did not get it, as far as is known: {self._pushed(peer, pushes, since)}."
         return Fate(peer=peer, reached=None, told=told)
 
     def _although(self, taken: Moment, pushes: Sequence[Moment]) -> str:
@@ -171,10 +174,12 @@ class _Case:
         assert isinstance(taken.event, Received)
         failed = [m.event for m in pushes if isinstance(m.event, Sent) and m.event.outcome != "delivered"]
         parts = [f"then at round {taken.event.here}"] if taken.event.here >= 0 else []
-        parts += [f"before that {failed[-1].outcome}: {self._reason(failed[-1].detail)}"] if failed else []
+        if failed:
+            parts.append(f"before that {failed[-1].outcome}: {self._reason(failed[-1].detail)}")
+            parts += self._root(failed[-1].to, [failed[-1].detail], taken.at)
         return f" ({'; '.join(parts)})" if parts else ""
 
-    def _pushed(self, peer: str, pushes: Sequence[Moment]) -> str:
+    def _pushed(self, peer: str, pushes: Sequence[Moment], since: float) -> str:
         if not self._has_log:
             return f"whether it was pushed is not known, as the log of {self._me} is not here"
         tries = [m for m in pushes if isinstance(m.event, Sent) and m.event.outcome != "dropped"]
@@ -184,17 +189,50 @@ class _Case:
             count = f"{last.tries} pushes" if last.tries > 1 else "one push"
             details = [m.event.detail for m in tries if isinstance(m.event, Sent) and m.event.outcome == last.outcome]
             reasons = "; then ".join(self._reason(detail) for detail in list(dict.fromkeys(details))[:_REASONS_MAX])
+            reasons = "; ".join([reasons, *self._root(peer, details, tries[0].at)])
             return f"{count} {last.outcome}, the last one told of {self._at(tries[-1])} ({reasons})"
         if pushes:
             dropped = pushes[-1].event
             assert isinstance(dropped, Sent)
-            return f"it was not tried {self._at(pushes[-1])}: {self._reason(dropped.detail)}"
-        silent = [m.event for m in self._of(self._maker) if isinstance(m.event, Contact) and m.event.peer == peer]
+            not_tried = f"it was not tried {self._at(pushes[-1])}: {self._reason(dropped.detail)}"
+            return "; ".join([not_tried, *self._root(peer, [dropped.detail], pushes[-1].at)])
+        silent = [m for m in self._of(self._maker) if isinstance(m.event, Contact) and m.event.peer == peer]
         if silent:
-            return f"it was not pushed there; {self._me} {silent[-1].told(self._names)}"
+            return f"it was not pushed there; {self._at(silent[-1])} {self._me} noted: {self._told(silent[-1])}"
         return (
-            f"{self._me} pushed nothing of it there, so it did not count {self._names(peer)} among those who are there"
+            f"{self._me} pushed nothing of it there, so it did not count {self._names(peer)} among those who are "
+            f"there; {self._last_sign(peer, since)}"
         )
+
+    def _root(self, peer: str, details: Sequence[str], until: float) -> list[str]:
+        """Why the first push or hello to a peer failed, where `details` only say that something before had."""
+        if not all(any(hollow in detail for hollow in _HOLLOW) for detail in details):
+            return []
+        first: Moment | None = None
+        for moment in self._timeline.around:
+            event = moment.event
+            if moment.peer != self._maker or moment.at > until or peer not in event.peers:
+                continue
+            if isinstance(event, Sent) and event.outcome == "delivered":
+                first = None
+            elif first is None and _own_reason(event):
+                first = moment
+        if first is None:
+            return ["what had failed first is not in its log of this round"]
+        what = f"push of a {first.event.kind or 'record'}" if isinstance(first.event, Sent) else "hello"
+        return [f"first a {what} had failed {self._at(first)}: {self._reason(_own_reason(first.event))}"]
+
+    def _last_sign(self, peer: str, since: float) -> str:
+        """The last that the maker's log has of a peer before a time."""
+        mine = [m for m in self._timeline.around if m.peer == self._maker and m.at <= since]
+        signs = [m for m in mine if peer in m.event.peers]
+        if not signs:
+            begin = f" since {self._at(mine[0])}" if mine else ""
+            return f"it had told nothing of that peer{begin}"
+        return f"the last that its log has of it is from {self._at(signs[-1])}: {self._told(signs[-1])}"
+
+    def _told(self, moment: Moment) -> str:
+        return self._reason(moment.event.told(self._names))
 
     def _reason(self, detail: str) -> str:
         """An error without the long ids that it names."""
@@ -310,7 +348,15 @@ class _Case:
         return [moment for moment in self._timeline.moments if moment.peer == peer]
 
     def _at(self, moment: Moment) -> str:
-        return f"{self._timeline.seconds(moment):.3f} s after the head"
+        seconds = self._timeline.seconds(moment)
+        return f"{abs(seconds):.3f} s {'after' if seconds >= 0 else 'before'} the head"
+
+
+def _own_reason(event: Event) -> str:
+    """Why a push or a hello failed, empty if it did not or only because something before it had."""
+    detail = event.detail if isinstance(event, Sent) and event.outcome == "failed" else ""
+    detail = event.reason if isinstance(event, Contact) and event.what == "silent" else detail
+    return "" if any(hollow in detail for hollow in _HOLLOW) else detail
 
 
 def _gap(mine: Sequence[Moment], at: float) -> tuple[float, float]:

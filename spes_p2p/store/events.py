@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spes_p2p.store.versions import OtherVersionError
 from spes_protocols.errors import UserError
 
 FILE_BYTES_MAX = 16 * 1024 * 1024
@@ -171,10 +172,10 @@ def read_events(path: Path, keep: Callable[[Life, Line], bool] = lambda life, li
     """The log at `path` with the older file beside it, without the lines that `keep` turns down.
 
     Torn, foreign and oversized lines are passed over and counted. Raises `UserError` if a file cannot be read, or has
-    lines and none of them says whose log it is.
+    lines and none of them says whose log it is (`OtherVersionError` if another version of this program wrote it).
     """
     log = Log()
-    found = 0
+    found, version = 0, FORMAT
     paths = [each for each in (older(path), path) if each.exists()]
     if not paths:
         raise UserError(f"no event log at {path}: a peer writes one from its first start on")
@@ -183,6 +184,8 @@ def read_events(path: Path, keep: Callable[[Life, Line], bool] = lambda life, li
             found += 1
             line = _parse(raw)
             life = _life(line) if line is not None and line.event == LOG else None
+            if line is not None and line.event == LOG:
+                version = _count(line.fields.get("format")) or version
             if line is None or (line.event == LOG and life is None) or (life is None and not log.lives):
                 log.skipped += 1
             elif life is not None:
@@ -192,6 +195,8 @@ def read_events(path: Path, keep: Callable[[Life, Line], bool] = lambda life, li
                 log.lost += _count(line.fields.get("lines"))
             elif keep(log.lives[-1], line):
                 log.lives[-1].lines.append(line)
+    if found and not log.lives and version != FORMAT:
+        raise OtherVersionError(path, "an older" if version < FORMAT else "a newer")
     if found and not log.lives:
         raise UserError(f"{path} is no event log of a peer: none of its {found} lines says whose it is")
     return log

@@ -193,6 +193,17 @@ def test_a_log_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
         read_events(tmp_path)
 
 
+def test_a_log_of_another_version_is_named_as_that(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    line = {"at": 1, "mono": 1.0, "event": "log", "format": 2, "peer": "a", "run": "b", "when": 3}
+    path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(UserError, match="was written by a newer version of this program"):
+        read_events(path)
+    path.write_text(json.dumps(line | {"format": "1"}) + "\n")
+    with pytest.raises(UserError, match="is no event log"):
+        read_events(path)
+
+
 # ---- the vocabulary --------------------------------------------------------------------------------------------------
 
 HEAD = HeadMoved(round=3, id="ab", epoch="cd", root="ef", how="agreement")

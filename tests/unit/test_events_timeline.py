@@ -18,9 +18,11 @@ from spes_p2p.peer.events import (
     BlobCame,
     BlobFailed,
     BlobRefused,
+    Contact,
     Event,
     HeaderMade,
     HeadMoved,
+    Link,
     Noted,
     Received,
     Said,
@@ -360,6 +362,64 @@ def test_why_a_header_was_refused_dropped_or_lost(tmp_path: Path) -> None:
     (answer,) = told(diaries[:2], "header", ANNA)
     assert "…CCCCCC after at most" in answer
     assert "its log is not here" in answer
+
+
+def test_what_was_not_tried_is_told_with_what_had_failed_first(tmp_path: Path) -> None:
+    diaries = anna, _, clara = swarm(tmp_path, 0.0, 0.0, 0.0)
+    refused, hollow = f"cannot reach {BORIS}: connection refused", "the record before it could not be pushed either"
+    backoff = f"cannot reach {BORIS}: it could not be reached a moment ago; it is tried again in a few seconds"
+    anna.tell(-2.0, Sent(to=BORIS, id="claim", kind="claim", outcome="delivered"))
+    anna.tell(-1.5, Sent(to=BORIS, id="vote", kind="precommit", outcome="failed", detail=refused))
+    anna.tell(-1.0, Sent(to=BORIS, id="other", kind="prevote", outcome="failed", detail=backoff))
+    anna.tell(1.0, made())
+    anna.tell(1.2, Sent(to=BORIS, id=HEADER, kind="header", outcome="dropped", detail=hollow))
+    anna.tell(1.2, Sent(to=CLARA, id=HEADER, kind="header", outcome="failed", detail=backoff.replace(BORIS, CLARA)))
+    close(diaries)
+    (answer,) = told(diaries, "header", ANNA)
+    assert (
+        "…BBBBBB never received it: it was not tried 1.200 s after the head: the record before it could not be pushed "
+        "either; first a push of a precommit had failed 1.500 s before the head: cannot reach …BBBBBB: connection "
+        "refused."
+    ) in answer
+    assert "in a few seconds; what had failed first is not in its log of this round)." in answer
+    hello = Contact(peer=CLARA, what="silent", reason=f"cannot reach {CLARA}: no route")
+    anna.tell(0.5, hello)
+    (answer,) = told(diaries, "header", ANNA)
+    assert "first a hello had failed 0.500 s after the head: cannot reach …CCCCCC: no route)" in answer
+    assert clara.peer not in answer
+
+
+def test_what_was_pushed_nowhere_is_told_with_the_last_sign_of_its_receiver(tmp_path: Path) -> None:
+    diaries = anna, boris, clara = swarm(tmp_path, 0.0, 0.0, 0.0)
+    anna.tell(-3.0, Link(peer=BORIS, path="down"))
+    anna.tell(1.0, made())
+    anna.tell(1.5, Contact(peer=CLARA, what="silent", reason=f"cannot reach {CLARA}: no route"))
+    close(diaries)
+    (answer,) = told(diaries, "header", ANNA)
+    assert (
+        "…AAAAAA pushed nothing of it there, so it did not count …BBBBBB among those who are there; the last that its "
+        "log has of it is from 3.000 s before the head: lost its connection to …BBBBBB."
+    ) in answer
+    assert "it was not pushed there; 1.500 s after the head …AAAAAA noted: hello to …CCCCCC had no answer" in answer
+    assert boris.peer not in answer and clara.peer not in answer
+
+
+def test_a_terminal_gets_sentences_that_fit_and_a_pipe_one_line(
+    tmp_path: Path, spes: Spes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diaries = anna, *_ = swarm(tmp_path, 0.0, 0.0)
+    for name in ("00000000", "11111111"):
+        anna.tell(1.0, Said(kind="prevote", id=name, round=12, view=int(name[0]), value="abc"))
+    close(diaries)
+    words = ["events", *(diary.path for diary in diaries), "--why", f"vote:{ANNA[-6:]}"]
+    plain = spes(*words).out
+    assert len(plain.splitlines()) == 2
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    wrapped = spes(*words).out
+    lines = wrapped.splitlines()
+    assert max(map(len, lines)) <= 60 and lines.count("") == 1
+    assert wrapped.split() == plain.split()
 
 
 def test_why_a_header_was_never_made(tmp_path: Path) -> None:
