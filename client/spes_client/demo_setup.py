@@ -18,8 +18,7 @@ from typing import Any
 
 from spes_client.manifest_toml import render, to_manifest
 from spes_client.presets import PRESETS, new_manifest
-from spes_protocols.codec import from_plain, to_plain
-from spes_protocols.errors import SchemaError, UserError
+from spes_protocols.errors import UserError
 from spes_protocols.manifest import Data, Manifest
 
 ROUNDS_DEFAULT = 10
@@ -90,12 +89,13 @@ def prepare(plan: Plan, *, fresh: bool, report: Report) -> Manifest:
     """Write everything the processes need; returns the manifest. Raises `UserError`, also for a directory in use."""
     from spes_p2p.crypto.envelope import seal
     from spes_p2p.crypto.keys import Identity
+    from spes_p2p.data.corpus import sotu_data
     from spes_p2p.delta.genesis import genesis_root
     from spes_p2p.store.files import atomic_write, make_directory
 
     _make_room(plan, fresh=fresh)
     make_directory(plan.folder)
-    plain = _settings(plan, _corpus(plan, report))
+    plain = _settings(plan, sotu_data(plan.data_dir, PRESETS["tiny"]["model"]["vocab_size"], report=report))
     organizer = Identity.generate()
     organizer.save(plan.organizer_key)
     atomic_write(plan.folder / "run.toml", render(plain).encode())
@@ -115,39 +115,6 @@ def _settings(plan: Plan, data: Data) -> dict[str, Any]:
     plain["ownership"] |= {"groups": plan.groups, "min_peers": plan.peers}
     plain["rounds"]["grace_seconds"] = _GRACE_SECONDS
     return plain
-
-
-def _corpus(plan: Plan, report: Report) -> Data:
-    """The corpus, prepared, or as an earlier demo in this directory left it."""
-    from spes_p2p.data.corpus import prepare_sotu
-    from spes_p2p.store.files import atomic_write
-
-    description = plan.data_dir / "data.json"
-    known = _described(description)
-    if known is not None and _is_whole(known, plan.data_dir):
-        return known
-    data = prepare_sotu(plan.data_dir, PRESETS["tiny"]["model"]["vocab_size"], report=report)
-    atomic_write(description, json.dumps(to_plain(data), indent=2).encode())
-    return data
-
-
-def _described(path: Path) -> Data | None:
-    try:
-        return from_plain(Data, json.loads(path.read_bytes()))
-    except (OSError, ValueError, SchemaError):
-        return None
-
-
-def _is_whole(data: Data, folder: Path) -> bool:
-    """Whether the files are those described, and where the description says (the directory may have been moved)."""
-    from spes_p2p.data.sources import file_digest
-
-    files = [(data.tokenizer.url, data.tokenizer.sha256)]
-    files += [(shard.url, shard.sha256) for source in (*data.sources, data.heldout) for shard in source.shards]
-    paths = [(Path(url), sha256) for url, sha256 in files]
-    return all(
-        path.parent == folder.resolve() and path.is_file() and file_digest(path) == sha256 for path, sha256 in paths
-    )
 
 
 def _make_room(plan: Plan, *, fresh: bool) -> None:

@@ -19,7 +19,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from spes_p2p.data.cache import disk_errors, publish, scratch_file
 from spes_p2p.data.sources import Report, file_digest
 from spes_p2p.data.tokenizing import describe_shard, load_tokenizer
-from spes_protocols.errors import UserError
+from spes_protocols.codec import from_plain, to_plain
+from spes_protocols.errors import SchemaError, UserError
 from spes_protocols.manifest import Data, Source, Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -43,6 +44,37 @@ class Speech:
     @property
     def held_out(self) -> bool:
         return self.year % 20 == 7 and self.year not in _OVERLAPPING_YEARS
+
+
+def sotu_data(folder: Path, vocab_size: int, *, report: Report = lambda what, fraction: None) -> Data:
+    """The corpus in `folder`: as an earlier call left it there, else prepared. Use a folder for one vocabulary size.
+
+    Raises `UserError` as `prepare_sotu` does.
+    """
+    description = folder / "data.json"
+    known = _described(description)
+    if known is not None and _is_whole(known, folder):
+        return known
+    data = prepare_sotu(folder, vocab_size, report=report)
+    _write(description, json.dumps(to_plain(data), indent=2).encode())
+    return data
+
+
+def _described(path: Path) -> Data | None:
+    try:
+        return from_plain(Data, json.loads(path.read_bytes()))
+    except (OSError, ValueError, SchemaError):
+        return None
+
+
+def _is_whole(data: Data, folder: Path) -> bool:
+    """Whether the files are those described, and where the description says (the directory may have been moved)."""
+    files = [(data.tokenizer.url, data.tokenizer.sha256)]
+    files += [(shard.url, shard.sha256) for source in (*data.sources, data.heldout) for shard in source.shards]
+    paths = [(Path(url), sha256) for url, sha256 in files]
+    return all(
+        path.parent == folder.resolve() and path.is_file() and file_digest(path) == sha256 for path, sha256 in paths
+    )
 
 
 def prepare_sotu(out_dir: Path, vocab_size: int = 4096, *, report: Report = lambda what, fraction: None) -> Data:
