@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 
+from spes_p2p.core.forks import Few
+from spes_p2p.core.head import Head
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer import status
 from spes_p2p.peer.ahead import Ahead
 from spes_p2p.peer.contacts import Contacts
+from spes_p2p.peer.inquiry import Inquiry
 from spes_p2p.peer.ledger_sync import LedgerReader, Read
 from spes_p2p.peer.shell import Shell
 from spes_p2p.peer.sync import Report, Syncer
-from spes_p2p.store.chain import Chain
+from spes_p2p.store.chain import Chain, Step
 from spes_p2p.store.states import StateStore
 from spes_protocols.errors import NetworkError, RemoteError, SpesError
 from spes_protocols.messages import Presence, Signed
@@ -62,7 +66,9 @@ class CatchingUp:
         self._note = note
         self._takes_part = False
         self._behind: asyncio.Queue[str] = asyncio.Queue(64)
-        self.ledger = LedgerReader(transport, chain, report, self._follows_few)
+        self._inquiry = Inquiry(transport, chain, contacts.fresh)
+        self._stopped_at = (b"", 0.0)
+        self.ledger = LedgerReader(transport, chain, report, self._consents)
         self._ahead = Ahead(chain, contacts, self.ledger)
 
     async def meet(self, peers: Sequence[str]) -> None:
@@ -143,12 +149,28 @@ class CatchingUp:
         """Whether the round is not yet that of the ledger here: a full disk, say, had kept its state away."""
         return self._chain.head.id != self._shell.participant.head.id
 
-    def _follows_few(self) -> bool:
-        """Whether a commit by whoever was there may be taken from others: when catching up, or having waited too."""
-        if not self._takes_part:
-            return True
-        self._shell.wait_for_few()
-        return self._shell.follows_few
+    async def _consents(self, peer: str, step: Step) -> None:
+        """Raises `RemoteError` at a commit of a few that is not to be followed, or not yet (SPEC 5.12, 5.13)."""
+        few = await self._judge(peer, step)
+        if few == Few.BETTER:
+            raise RemoteError("votes", f"round {step.before.round} was closed by few, and others have a better commit")
+        if few == Few.WAIT:
+            raise RemoteError("votes", f"round {step.before.round} was closed by few, and others still wait for all")
+
+    async def _judge(self, peer: str, step: Step) -> Few:
+        head = step.before
+        if self._takes_part and self._shell.participant.head.id == head.id:
+            self._shell.wait_for_few()
+            return Few.TAKE if self._shell.follows_few else Few.WAIT
+        few = await self._inquiry.judge(peer, step, has_waited=self._has_waited(head))
+        if few == Few.WAIT and self._stopped_at[0] != head.id:
+            self._stopped_at = (head.id, time.monotonic())
+        return few
+
+    def _has_waited(self, head: Head) -> bool:
+        """Whether a commit of a few has been offered for this head for so long that the others had their time."""
+        id, since = self._stopped_at
+        return id == head.id and time.monotonic() - since >= self._chain.manifest.rounds.lease_seconds
 
     async def _ledger_from(self, peer: str) -> int:
         """Take what a peer's ledger has for us; returns how many records."""

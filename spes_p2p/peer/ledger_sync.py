@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from spes_p2p.core.ledger import commit_strength
+from spes_p2p.core.forks import strength_of
 from spes_p2p.core.members import Strength
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer.sync import CALL_SECONDS, Report
@@ -45,15 +45,23 @@ class Read:
     taken_back: int = 0
 
 
+async def _take_any(peer: str, step: Step) -> None:
+    pass
+
+
 class LedgerReader:
     """Brings one run's ledger up to date from other peers.
 
-    `consents` says whether this peer may follow a commit by whoever was there (SPEC 5.12), which a liar could make
-    alone at any time: one that takes part in the round must have waited itself.
+    `consents` raises `RemoteError` at a commit of a few that this peer is not to follow (SPEC 5.13): a liar could make
+    one alone at any time. It is asked for each of them that would follow our head.
     """
 
     def __init__(
-        self, transport: Transport, chain: Chain, report: Report, consents: Callable[[], bool] = lambda: True
+        self,
+        transport: Transport,
+        chain: Chain,
+        report: Report,
+        consents: Callable[[str, Step], Awaitable[None]] = _take_any,
     ) -> None:
         self._transport = transport
         self._chain = chain
@@ -83,7 +91,9 @@ class LedgerReader:
                     self._chain.adopt(branch.steps)
                     came += len(branch.steps)
                 else:
-                    came += await self._append(entries, reply.length)
+                    appended, seconds = await self._append(peer, entries, reply.length)
+                    came += appended
+                    waited += seconds
             except (NetworkError, RemoteError):
                 if not came:
                     raise
@@ -98,7 +108,7 @@ class LedgerReader:
             return Answer.SAME
         position = reply.first + len(reply.entries) - len(entries)
         if position == self._chain.length:
-            self._check_next(entries[0])
+            await self._check_next(peer, entries[0])
             return Answer.LONGER
         return Answer.WORSE if await self._branch(peer, position, reply, entries) is None else Answer.BETTER
 
@@ -112,38 +122,41 @@ class LedgerReader:
         if reply.first > self._chain.length:
             return ()
         for number, entry in enumerate(reply.entries):
-            if self._chain.position_of(_id_of(entry)) != reply.first + number + 1:
+            if self._chain.position_of(id_of(entry)) != reply.first + number + 1:
                 return reply.entries[number:]
         return ()
 
-    def _check_next(self, entry: ChainEntry) -> Step:
-        """Check the record after our head."""
+    async def _check_next(self, peer: str, entry: ChainEntry) -> tuple[Step, float]:
+        """Check the record after our head; the seconds are those that others were asked about it."""
         step = self._chain.check(entry.kind, entry.data)
-        by_few = step.value is not None and commit_strength(step.before, step.value, step.votes) == Strength.ANY
-        if by_few and not self._consents():
-            raise RemoteError(
-                "votes", f"round {step.before.round} was closed by few, and this peer still waits for all"
-            )
-        return step
+        begun = time.monotonic()
+        if strength_of(step) == Strength.ANY:
+            await self._consents(peer, step)
+        return step, time.monotonic() - begun
 
-    async def _append(self, entries: tuple[ChainEntry, ...], length: int) -> int:
+    async def _append(self, peer: str, entries: tuple[ChainEntry, ...], length: int) -> tuple[int, float]:
+        """How many were good, and how long that took without our own work. Raises `RemoteError` if none was."""
+        waited = 0.0
         for number, entry in enumerate(entries):
             try:
-                # Only the first one is about the round in which we take part.
-                step = self._chain.check(entry.kind, entry.data) if number else self._check_next(entry)
+                step, seconds = await self._check_next(peer, entry)
             except RemoteError:
                 if not number:
                     raise
-                return number  # those before it are good
+                return number, waited  # those before it are good
+            waited += seconds
             self._chain.append(step)
             self._report("reading the ledger", self._chain.length / max(length, 1))
             await asyncio.sleep(0)
-        return len(entries)
+        return len(entries), waited
 
     async def _branch(
         self, peer: str, position: int, reply: ChainReply, entries: tuple[ChainEntry, ...]
     ) -> Branch | None:
-        """The peer's branch, read as far as it takes to know that it is better than ours; None if it is not."""
+        """The peer's branch, read as far as it takes to know that it is better than ours; None if it is not.
+
+        A commit of a few that is not needed to know it is left to be read as one that follows our head.
+        """
         branch = self._chain.branch(position)
         if branch is None:
             raise RemoteError("commit", "its ledger parts from ours too far back", peer)
@@ -151,17 +164,22 @@ class LedgerReader:
         # A reset further on counts more than where the branches part, and is worth reading on for.
         deadline = time.monotonic() + LEDGER_SECONDS
         rest = entries[1:]
-        while rest and (branch.is_better or reply.resets > self._chain.head.resets):
+        is_better = branch.is_better
+        while rest and (is_better or reply.resets > self._chain.head.resets):
             for entry in rest:
-                branch.add(entry.kind, entry.data)
+                step = branch.check(entry.kind, entry.data)
+                if is_better and strength_of(step) == Strength.ANY:
+                    return branch
+                branch.take(step)
+                is_better = is_better or (step.opening is not None and branch.is_better)
                 await asyncio.sleep(0)
-            if branch.is_better or time.monotonic() > deadline:
+            if is_better or time.monotonic() > deadline:
                 break
             rest = (await self._part(peer, (branch.head.id,))).entries
-        return branch if branch.is_better else None
+        return branch if is_better else None
 
 
-def _id_of(entry: ChainEntry) -> bytes:
+def id_of(entry: ChainEntry) -> bytes:
     """The id of the head after a record that nobody has checked: no signature is looked at for one that is here."""
     if entry.kind == "commit":
         return decode(Commit, entry.data).id

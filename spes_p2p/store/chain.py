@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from spes_p2p.core.forks import Rank, rank_of_commit, rank_of_opening
+from spes_p2p.core.forks import rank_of, strength_of
 from spes_p2p.core.head import Head, genesis
-from spes_p2p.core.ledger import commit_strength, opened, verify_commit
+from spes_p2p.core.ledger import opened, verify_commit
 from spes_p2p.core.members import Strength
 from spes_p2p.crypto.envelope import unseal, unseal_votes, verify_set
 from spes_p2p.store.ledger_db import LedgerDB
@@ -54,12 +54,20 @@ class Branch:
         self.steps = list(steps)
         self.head = self.steps[-1].after if self.steps else before
 
-    def add(self, kind: str, data: bytes) -> Step:
+    def check(self, kind: str, data: bytes) -> Step:
         """Check the next record. Raises `RemoteError`."""
-        step = self._chain.check_after(self.head, kind, data)
+        return self._chain.check_after(self.head, kind, data)
+
+    def add(self, kind: str, data: bytes) -> Step:
+        """Check the next record and take it. Raises `RemoteError`."""
+        step = self.check(kind, data)
+        self.take(step)
+        return step
+
+    def take(self, step: Step) -> None:
+        """Go on with a record that was checked."""
         self.steps.append(step)
         self.head = step.after
-        return step
 
     @property
     def is_better(self) -> bool:
@@ -72,20 +80,9 @@ class Branch:
             return True
         if mine.kind == first.kind == "start" and mine.after.id != chain.head.id:
             return False  # a run that has begun to train is not moved by another start, only by a reset
-        if first.commit is not None and _is_final(mine):
+        if first.commit is not None and strength_of(mine) == Strength.FINAL:
             return False  # two final ones take lies, or keys that leaked later: what is final stays
-        return self._rank(first) > self._rank(mine)
-
-    def _rank(self, step: Step) -> Rank:
-        if step.opening is not None:
-            return rank_of_opening(self._chain.manifest, step.opening)
-        assert step.value is not None
-        return rank_of_commit(step.before, step.after.id, step.value, step.votes)
-
-
-def _is_final(step: Step) -> bool:
-    """Whether it is a commit that no other commit may replace."""
-    return step.value is not None and commit_strength(step.before, step.value, step.votes) == Strength.FINAL
+        return rank_of(chain.manifest, first) > rank_of(chain.manifest, mine)
 
 
 class StoredLedger:
@@ -242,7 +239,7 @@ class Chain(StoredLedger):
         self._ids.append(step.after.id)
         self._positions[step.after.id] = self.length
         self._heads[step.after.id] = step.after
-        if not _is_final(step) and len(self._partings) < HEADS_MAX:
+        if strength_of(step) != Strength.FINAL and len(self._partings) < HEADS_MAX:
             self._partings[step.before.id] = step.before
         while len(self._heads) > HEADS_MAX:
             del self._heads[next(iter(self._heads))]

@@ -3,15 +3,20 @@
     hello or a record from ahead --ask--> entries --each checked--> Disk --state: forward or snapshot--> next round
 
 It stands for `spes_p2p.peer.ahead`, `ledger_sync`, `sync` and the `Peer` around them: whoever claims to be ahead and
-has nothing is left alone for a while, a better branch is adopted (by the real rule), and no round begins before its
-state is there. Pauses are shorter than there, as rounds are.
+has nothing is left alone for a while, a better branch is adopted and a commit of a few followed by the real rules, and
+no round begins before its state is there. Pauses are shorter than there, as rounds are.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from spes_p2p.core.forks import Few, Rank, given_up, judge_few, rank_of, strength_of
+from spes_p2p.core.head import Head
+from spes_p2p.core.members import Strength
 from spes_p2p.core.views import Leniency
 from spes_p2p.store.chain import Branch
 from spes_protocols.errors import RemoteError
@@ -24,6 +29,9 @@ CHAIN_PART = 16
 """Records in one answer to a peer that catches up."""
 
 ASKED_AT_FIRST = 4
+ASKED_MAX = 16
+"""So many are asked before a commit of a few is followed."""
+
 CALL_SECONDS = 1.0
 SETTLE_SECONDS = 0.2
 """A peer that has just committed is ahead for a moment; our own commit is under way then."""
@@ -36,6 +44,16 @@ HELLO_SECONDS = 0.5
 
 Presence = tuple[int, bytes]
 """Round and id of the head that a peer says it has."""
+
+
+@dataclass
+class Question:
+    """A commit of a few that was offered, and what others have instead of it."""
+
+    before: Head
+    entry: Entry
+    asked: dict[int, str]
+    answers: dict[str, Rank | None] = field(default_factory=dict)
 
 
 class CatchingUp:
@@ -56,6 +74,8 @@ class CatchingUp:
         self._came = False
         self._liars: set[str] = set()
         self._branches: dict[str, Branch] = {}
+        self._questions: dict[str, Question] = {}
+        self._stopped_at = (b"", 0.0)
 
     # ---- who is ahead ------------------------------------------------------------------------------------------
 
@@ -90,10 +110,6 @@ class CatchingUp:
         _, pause = self._pauses.get(peer, (0.0, PAUSE_SECONDS_MIN / 2))
         pause = min(2 * pause, PAUSE_SECONDS_MAX)
         self._pauses[peer] = (self._peer.world.now + pause, pause)
-
-    def _consents(self) -> bool:
-        """Whether a commit by whoever was there may be taken from others: at the start, or having waited too."""
-        return not self._peer.ready or self._peer.participant.agreement.leniency == Leniency.ANY
 
     # ---- the ledger --------------------------------------------------------------------------------------------
 
@@ -142,6 +158,7 @@ class CatchingUp:
     def _close(self, peer: str, *, helped: bool) -> None:
         del self._open[peer]
         self._branches.pop(peer, None)
+        self._questions.pop(peer, None)
         if not helped and self._says_so(peer):
             self._was_wrong(peer)
         if not self._open:
@@ -156,6 +173,9 @@ class CatchingUp:
 
     def on_entries(self, sender: str, number: int, first: int, entries: tuple[Entry, ...], resets: int) -> None:
         """An answer; one that nobody waits for is not looked at."""
+        for asker, question in list(self._questions.items()):
+            if question.asked.get(number) == sender:
+                self._on_answer(asker, question, number, first, entries)
         if self._open.get(sender) != number:
             return
         before, reads_on = self._peer.head.id, False
@@ -168,7 +188,9 @@ class CatchingUp:
             self.holds = self._came = True
             self._pauses.pop(sender, None)
             self._peer.sync_ledger()
-        if reads_on:
+        if sender in self._questions:
+            self._inquire(sender)
+        elif reads_on:
             self._ask(sender)
         else:
             self._close(sender, helped=came)
@@ -185,8 +207,11 @@ class CatchingUp:
             if not entries:
                 return False
             if position == len(disk.chain):
-                for number, entry in enumerate(entries):
-                    peer.take_entry(entry, follows_few=bool(number) or self._consents())
+                for entry in entries:
+                    if self._needs_question(entry):
+                        self._questions[sender] = Question(peer.head, entry, {})
+                        return False
+                    peer.take_entry(entry, follows_few=peer.participant.agreement.leniency == Leniency.ANY)
                 return len(entries) == CHAIN_PART
             branch = Branch(peer, disk.head_at(position))
         for entry in entries:
@@ -203,6 +228,60 @@ class CatchingUp:
             self._branches[sender] = branch  # a reset further on counts more than where the branches part
             return True
         return False
+
+    # ---- commits of a few --------------------------------------------------------------------------------------
+
+    def _needs_question(self, entry: Entry) -> bool:
+        """Whether it is a commit of a few for a round in which this peer does not take part: then it asks around."""
+        peer = self._peer
+        if entry.commit is None or (peer.ready and peer.participant.head.id == peer.head.id):
+            return False
+        return strength_of(peer.check_after(peer.head, entry.kind, entry)) == Strength.ANY
+
+    def _inquire(self, sender: str) -> None:
+        question = self._questions[sender]
+        self._number += 1
+        self._open[sender] = self._number
+        self._peer.after(CALL_SECONDS, self._decide, sender, self._number)
+        for other in [name for name in self._everybody() if name != sender][:ASKED_MAX]:
+            self._number += 1
+            question.asked[self._number] = other
+            self._peer.send(other, "ask", (self._number, (self._peer.head.id,)))
+
+    def _on_answer(self, asker: str, question: Question, number: int, first: int, entries: tuple[Entry, ...]) -> None:
+        peer, other = self._peer, question.asked.pop(number)
+        if question.before.id == peer.head.id and first == len(peer.disk.chain):
+            with contextlib.suppress(RemoteError):
+                question.answers[other] = (
+                    rank_of(peer.manifest, peer.check_after(peer.head, entries[0].kind, entries[0]))
+                    if entries
+                    else None
+                )
+        if not question.asked:
+            self._decide(asker, self._open[asker])
+
+    def _decide(self, sender: str, number: int) -> None:
+        """All have answered, or had their time."""
+        if self._open.get(sender) != number:
+            return
+        question, peer = self._questions.pop(sender), self._peer
+        head, (stopped_at, since) = peer.head, self._stopped_at
+        if question.before.id != head.id:
+            self._ask(sender)
+            return
+        step = peer.check_after(head, question.entry.kind, question.entry)
+        has_waited = stopped_at == head.id and peer.world.now - since >= peer.manifest.rounds.lease_seconds
+        few = judge_few(rank_of(peer.manifest, step), given_up(step), question.answers, has_waited=has_waited)
+        peer.log(f"{few.name.lower()}: a commit of few, from {peer.world.label(sender)}")
+        if few == Few.TAKE:
+            peer.take_entry(question.entry)
+            self.holds = self._came = True
+            peer.sync_ledger()
+            self._ask(sender)
+            return
+        if few == Few.WAIT and stopped_at != head.id:
+            self._stopped_at = (head.id, peer.world.now)
+        self._close(sender, helped=False)
 
     def _unknown(self, first: int, entries: tuple[Entry, ...]) -> tuple[int, tuple[Entry, ...]]:
         """Position and records of a reply from the first on that is not in our ledger."""
@@ -223,7 +302,7 @@ class CatchingUp:
     def come_to_state(self) -> None:
         """The ledger has moved on to a state that this peer lacks: get it, then begin the round."""
         self._busy = self._came = True
-        self._open, self._left, self._branches = {}, [], {}
+        self._open, self._left, self._branches, self._questions = {}, [], {}, {}
         self._come_to_state()
 
     def _come_to_state(self) -> None:

@@ -135,8 +135,12 @@ def network(one: Line, two: Line) -> tuple[MemoryTransport, str]:
 
 
 def reader(one: Line, two: Line, *, consents: bool = True) -> tuple[LedgerReader, str]:
+    async def judge(peer: str, step: Step) -> None:
+        if not consents:
+            raise RemoteError("votes", f"round {step.before.round} was closed by few")
+
     mine, peer = network(one, two)
-    return LedgerReader(cast(Any, mine), one.chain, lambda what, share: None, lambda: consents), peer
+    return LedgerReader(cast(Any, mine), one.chain, lambda what, share: None, judge), peer
 
 
 def read(one: Line, two: Line, *, consents: bool = True) -> Read:
@@ -261,6 +265,36 @@ def test_a_commit_of_a_few_is_followed_only_with_consent(lines: tuple[Line, Line
         read(one, two, consents=False)
     assert one.chain.length == 3
     assert read(one, two, consents=True) == Read(2, 0)
+
+
+def test_consent_is_asked_for_wherever_such_a_commit_stands(lines: tuple[Line, Line]) -> None:
+    one, two = lines
+    two.close()
+    two.close((4,), drop=(0, 1, 2, 3))
+    assert read(one, two, consents=False) == Read(1, 0)
+    assert read(one, two, consents=True) == Read(1, 0)
+
+
+def test_a_better_branch_is_taken_as_far_as_the_next_commit_of_a_few(lines: tuple[Line, Line]) -> None:
+    one, two = lines
+    one.close((4,), drop=(0, 1, 2, 3))
+    two.close()
+    two.close()
+    two.close((0,), drop=(1, 2, 3, 4))
+    two.close((0,))
+    assert read(one, two, consents=False) == Read(2, 1)
+    assert read(one, two, consents=True) == Read(2, 0)
+
+
+def test_before_a_reset_that_makes_a_branch_better_nothing_is_asked(lines: tuple[Line, Line]) -> None:
+    one, two = lines
+    one.close()
+    two.close((0,), drop=(1, 2, 3, 4))
+    goal = two.close((0,)).after
+    two.reset(replace(goal, members=one.head.members), 1)
+    two.close((0,), drop=(1, 2, 3, 4))
+    assert read(one, two, consents=False) == Read(3, 1)
+    assert one.head.resets == 1
 
 
 def test_a_commit_of_a_majority_is_followed_by_anybody(lines: tuple[Line, Line]) -> None:

@@ -1,0 +1,249 @@
+"""Commits of a few, as others' ledgers offer them: who follows them, and who asks around first (SPEC 5.12, 5.13)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.core.forks import Few, Rank, judge_few
+from spes_p2p.crypto.keys import Identity
+from spes_p2p.peer.inquiry import ASKED_MAX, KEPT_SECONDS
+from spes_p2p.peer.peer import Peer
+from spes_protocols.manifest import Ownership
+from spes_protocols.requests import CHAIN, HELLO
+from tests.unit.hostile_support import MemoryTransport
+from tests.unit.log_support import ADA, BOB, EVE, RunLog
+from tests.unit.test_hostile_peer import CARL, make_peer, presence, serve
+
+OFFERED = Rank(1, 0, 1, 1, bytes(32))
+BETTER, WORSE = Rank(1, 0, 1, 2, bytes(32)), Rank(1, 0, 1, 0, bytes(32))
+
+
+@pytest.mark.parametrize(
+    ("answers", "waited", "few"),
+    [
+        ({}, False, Few.TAKE),
+        ({"gone": OFFERED, "other": OFFERED}, False, Few.TAKE),
+        ({"gone": WORSE}, False, Few.TAKE),
+        ({"kept": None, "stranger": None}, False, Few.TAKE),
+        ({"gone": None}, False, Few.WAIT),
+        ({"gone": None, "other": OFFERED}, False, Few.WAIT),
+        ({"gone": None}, True, Few.TAKE),
+        ({"gone": None, "stranger": BETTER}, False, Few.BETTER),
+        ({"stranger": BETTER}, True, Few.BETTER),
+    ],
+)
+def test_the_decision(answers: dict[str, Rank | None], waited: bool, few: Few) -> None:
+    assert judge_few(OFFERED, frozenset({"gone"}), answers, has_waited=waited) == few
+
+
+# ---- a whole peer --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[RunLog]:
+    """Three owners of a group each, one round old."""
+    made = RunLog(tmp_path / "log", ownership=Ownership(groups=4, min_peers=3))
+    made.start([made.claim(ADA), made.claim(BOB), made.claim(EVE)])
+    made.close_round([made.header(ADA), made.header(BOB), made.header(EVE)], voters=[ADA, BOB, EVE])
+    yield made
+    made.close()
+
+
+class Scene:
+    """A peer that has the log so far and begins to catch up, among others who say that they are ahead of it."""
+
+    def __init__(self, peer: Peer, network: dict[str, MemoryTransport]) -> None:
+        self.peer = peer
+        self.network = network
+        self.mine = network[peer.identity.peer_id]
+
+    async def meet(self, who: Identity, log: RunLog) -> MemoryTransport:
+        """Somebody with this ledger can be reached."""
+        transport = MemoryTransport(self.network, who)
+        serve(transport, log)
+        await self.mine.receive(who.peer_id, HELLO, presence(who, log, 1).raw)
+        return transport
+
+    async def join(self) -> bytes:
+        """Come up to date as at the start; the id of the head it comes to."""
+        await self.peer.catching_up.join()
+        return self.peer.chain.head.id
+
+    def wait(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        """Let time pass in which nothing happens."""
+        now = time.monotonic() + seconds
+        monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    async def meet_again(self, *others: tuple[Identity, RunLog]) -> None:
+        for who, log in others:
+            await self.mine.receive(who.peer_id, HELLO, presence(who, log, 1).raw)
+
+
+def play(folder: Path, log: RunLog, test: Callable[[Scene], Awaitable[None]], identity: Identity = CARL) -> None:
+    """Run a test with a peer that follows the ledger alone."""
+
+    async def whole() -> None:
+        network: dict[str, MemoryTransport] = {}
+        peer = make_peer(folder / "peer", log, MemoryTransport(network, identity), identity, [])
+        try:
+            await test(Scene(peer, network))
+        finally:
+            await peer.close()
+
+    asyncio.run(whole())
+
+
+def alone(log: RunLog, folder: Path, who: Identity, rounds: int = 1) -> RunLog:
+    """What one owner makes of the log when it says that the others are gone."""
+    other = log.fork(folder)
+    other.close_with(who)
+    for _ in range(rounds - 1):
+        other.close_round([other.header(who)], voters=[who])
+    return other
+
+
+@pytest.mark.parametrize("who", [CARL, BOB], ids=["a newcomer", "an owner that restarts"])
+def test_a_liar_that_is_met_first_leads_nobody_away_while_the_round_is_open(
+    tmp_path: Path, log: RunLog, who: Identity
+) -> None:
+    lie = alone(log, tmp_path / "lie", ADA, rounds=3)
+
+    async def test(scene: Scene) -> None:
+        await scene.meet(ADA, lie)
+        await scene.meet(EVE, log)
+        assert await scene.join() == log.chain.head.id
+
+    play(tmp_path, log, test, who)
+    lie.close()
+
+
+def test_nor_one_that_has_good_records_before_it(tmp_path: Path, log: RunLog) -> None:
+    true = log.fork(tmp_path / "true")
+    good = true.close_round([true.header(ADA), true.header(BOB), true.header(EVE)], voters=[ADA, BOB, EVE])
+    lie = alone(true, tmp_path / "lie", ADA, rounds=3)
+
+    async def test(scene: Scene) -> None:
+        await scene.meet(ADA, lie)
+        await scene.meet(BOB, true)
+        assert await scene.join() == good.after.id
+
+    play(tmp_path, log, test)
+    true.close()
+    lie.close()
+
+
+def test_who_has_a_better_commit_is_read_instead(tmp_path: Path, log: RunLog) -> None:
+    lie = alone(log, tmp_path / "lie", ADA)
+    true = log.fork(tmp_path / "true")
+    true.close_with(BOB, EVE)
+    true.close_round([true.header(BOB), true.header(EVE)], voters=[BOB, EVE])
+
+    async def test(scene: Scene) -> None:
+        await scene.meet(ADA, lie)
+        stranger = await scene.meet(CARL, true)
+        assert await scene.join() == true.chain.head.id
+        assert scene.peer.chain.length == 4
+        assert stranger.peer_id in {peer for peer, _ in scene.mine.calls}
+
+    play(tmp_path, log, test, Identity.generate())
+    lie.close()
+    true.close()
+
+
+@pytest.mark.parametrize("others", ["nobody", "strangers", "followers"])
+def test_a_commit_of_a_few_is_followed_when_those_it_drops_are_gone(tmp_path: Path, log: RunLog, others: str) -> None:
+    real = alone(log, tmp_path / "real", ADA, rounds=3)
+
+    async def test(scene: Scene) -> None:
+        await scene.meet(ADA, real)
+        if others == "strangers":
+            await scene.meet(Identity.generate(), log)
+        if others == "followers":
+            await scene.meet(BOB, real)
+        assert await scene.join() == real.chain.head.id
+        assert scene.peer.chain.length == 5
+
+    play(tmp_path, log, test)
+    real.close()
+
+
+def test_each_commit_of_a_few_is_asked_about(tmp_path: Path, log: RunLog) -> None:
+    real = alone(log, tmp_path / "real", ADA)
+    real.close_round([real.header(ADA), real.header(BOB)], voters=[ADA])  # BOB is back
+    assert len(real.chain.head.electorate.owners) == 2
+    lie = alone(real, tmp_path / "lie", ADA)
+
+    async def test(scene: Scene) -> None:
+        await scene.meet(ADA, lie)
+        await scene.meet(BOB, real)
+        assert await scene.join() == real.chain.head.id
+
+    play(tmp_path, log, test)
+    real.close()
+    lie.close()
+
+
+def test_who_says_for_ever_that_the_round_is_open_is_outlasted(
+    tmp_path: Path, log: RunLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = alone(log, tmp_path / "real", ADA, rounds=3)
+
+    async def test(scene: Scene) -> None:
+        await scene.meet(ADA, real)
+        await scene.meet(EVE, log)
+        catching_up = scene.peer.catching_up
+        await catching_up.run(first=True)
+        assert scene.peer.chain.head.id == log.chain.head.id
+        times = scene.mine.calls.count((EVE.peer_id, CHAIN))
+        scene.wait(monkeypatch, KEPT_SECONDS + 1)
+        await scene.meet_again((ADA, real), (EVE, log))
+        await catching_up.run(first=True)
+        assert scene.peer.chain.head.id == log.chain.head.id
+        assert scene.mine.calls.count((EVE.peer_id, CHAIN)) <= times + 3
+        scene.wait(monkeypatch, log.manifest.rounds.lease_seconds)
+        await scene.meet_again((ADA, real), (EVE, log))
+        await catching_up.run(first=True)
+        assert scene.peer.chain.head.id == real.chain.head.id
+
+    play(tmp_path, log, test)
+    real.close()
+
+
+def test_who_takes_part_in_the_round_waits_itself(tmp_path: Path, log: RunLog) -> None:
+    real = alone(log, tmp_path / "real", ADA)
+
+    async def test(scene: Scene) -> None:
+        assert await scene.join() == log.chain.head.id
+        await scene.meet(ADA, real)
+        await scene.peer.catching_up.run()
+        assert scene.peer.chain.head.id == log.chain.head.id
+        scene.peer.shell.participant.patience.waited_seconds = log.manifest.rounds.lease_seconds
+        scene.peer.shell.participant.on_tick(time.monotonic())
+        await scene.meet_again((ADA, real))
+        scene.peer.catching_up._ahead._unhelpful.clear()
+        await scene.peer.catching_up.run()
+        assert scene.peer.chain.head.id == real.chain.head.id
+
+    play(tmp_path, log, test)
+    real.close()
+
+
+def test_a_crowd_is_not_asked_by_one(tmp_path: Path, log: RunLog) -> None:
+    lie = alone(log, tmp_path / "lie", ADA)
+
+    async def test(scene: Scene) -> None:
+        liars = [Identity.generate() for _ in range(40)]
+        for liar in (ADA, *liars):
+            await scene.meet(liar, lie)
+        await scene.meet(EVE, log)
+        assert await scene.join() == log.chain.head.id
+        asked = [peer for peer, method in scene.mine.calls if method == CHAIN]
+        assert len(asked) <= 42 + ASKED_MAX
+
+    play(tmp_path, log, test)
+    lie.close()
