@@ -32,6 +32,12 @@ def build_parser() -> Parser:
     flag(parser, "--manifest", metavar="FILE", help="the signed manifest of the run, from `spes run sign`")
     flag(
         parser,
+        "--genesis",
+        metavar="FILE",
+        help="the first state of a run that begins from one, to serve it (default: beside the manifest)",
+    )
+    flag(
+        parser,
         "--peer",
         action="append",
         metavar="ADDR",
@@ -83,17 +89,20 @@ def _bootstrap(args: argparse.Namespace) -> int:
         disk_bytes_max=int(args.disk) * GIB,
         start_key=start_key,
     )
-    asyncio.run(_run(options, Path(args.manifest) if args.manifest else None, starter))
+    manifest_path, genesis_path = (Path(text) if text else None for text in (args.manifest, args.genesis))
+    asyncio.run(_run(options, manifest_path, genesis_path, starter))
     return 0
 
 
-async def _run(options: PeerOptions, manifest_path: Path | None, starter: str | None) -> None:
+async def _run(
+    options: PeerOptions, manifest_path: Path | None, genesis_path: Path | None, starter: str | None
+) -> None:
     from spes_p2p.peer.program import open_peer, paste_line, run_until_done
 
     def say(line: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
-    async with open_peer(options, manifest_path, say) as (peer, reached):
+    async with open_peer(options, manifest_path, say, genesis_path=genesis_path) as (peer, reached):
         organizer = peer.manifest.organizer
         if starter is not None and starter not in (*organizer.keys, *organizer.start_keys):
             raise UserError(

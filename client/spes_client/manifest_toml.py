@@ -44,6 +44,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "data": "What the run trains on, and the text that measures it.",
         "admission": "Who may claim expert groups.",
         "organizer": "The keys that speak for the run.",
+        "genesis": "where the first weights come from: the seed, or a state file (`spes run new --upcycle`)",
         "genesis_root": "state root of the first weights; `spes run sign` computes it",
     },
     "Model": {

@@ -168,6 +168,7 @@ class _Fetcher:
         wanted = await asyncio.to_thread(wanted_blobs, Log(self._chain.manifest, self._chain.run_id, self._chain.db))
         lacking = missing_blobs(wanted, self._blobs)
         missing = await self._all_blobs(lacking)
+        await self._first_state()
         await self._snapshot()
         return self._result(wanted, len(lacking) - len(missing), missing, taken_back)
 
@@ -236,8 +237,17 @@ class _Fetcher:
         newest = self._newest()
         if not rounds or (newest is not None and newest >= rounds[-1]):
             return
+        await self._try_snapshot(rounds[-1])
+
+    async def _first_state(self) -> None:
+        """S_0, where the log cannot be verified without it: a run that does not begin with its seed."""
+        manifest = self._chain.manifest
+        if manifest.genesis == "snapshot" and not self._syncer.has_state(0, manifest.genesis_root):
+            await self._try_snapshot(0)
+
+    async def _try_snapshot(self, round_number: int) -> None:
         try:
-            await self._syncer.snapshot_at(rounds[-1])
+            await self._syncer.snapshot_at(round_number)
         except NetworkError as error:
             self._say(f"no snapshot: {error}")
 

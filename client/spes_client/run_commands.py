@@ -12,6 +12,7 @@ import dataclasses
 import re
 import secrets
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,13 @@ def _register_sign(verbs: Any) -> None:
     _key_flags(sign)
     ui.flag(
         sign, "-o", "--output", metavar="FILE", env=None, default="", help="signed file (default: the name with .spes)"
+    )
+    ui.flag(
+        sign,
+        "--genesis",
+        metavar="FILE",
+        default="",
+        help='first state of a run with genesis = "snapshot" (default: the manifest\'s name with .genesis.safetensors)',
     )
     ui.flag(sign, "--check-data", action="store_true", help="read all data files and compare their digests first")
     ui.flag(sign, "--force", action="store_true", env=None, help="overwrite another signed run")
@@ -253,7 +261,7 @@ def _sign(args: argparse.Namespace) -> int:
     output = Path(args.output) if args.output else args.manifest.with_suffix(".spes")
     ui.check_writable(output)
     checked = _check_data(manifest) if args.check_data else 0
-    signed = seal(_with_genesis_root(manifest, args.manifest), identity)
+    signed = seal(_with_genesis_root(manifest, args), identity)
     if output.exists() and not args.force and output.read_bytes() != signed.raw:
         raise UserError(
             f"{output} exists and is not this run; choose another name with -o, or overwrite it with --force"
@@ -269,16 +277,40 @@ def _sign(args: argparse.Namespace) -> int:
     return ui.EXIT_OK
 
 
-def _with_genesis_root(manifest: Manifest, path: Path) -> Manifest:
+def _with_genesis_root(manifest: Manifest, args: argparse.Namespace) -> Manifest:
     """The manifest with the root of S_0; one that the file states must be right. Raises `UserError`."""
     from spes_p2p.delta.genesis import genesis_root
 
+    what = "this model and seed"
+    if manifest.genesis == "seed" and args.genesis:
+        raise UserError(
+            'this run\'s first state follows from its seed: leave out --genesis, or set genesis = "snapshot"'
+        )
     with ui.progress() as report:
-        report("computing the first weights", -1.0)
-        root = genesis_root(manifest.model, manifest.ownership.groups, manifest.seed)
+        if manifest.genesis == "snapshot":
+            what = str(_genesis_path(args))
+            root = _root_of_file(manifest, _genesis_path(args), report)
+        else:
+            report("computing the first weights", -1.0)
+            root = genesis_root(manifest.model, manifest.ownership.groups, manifest.seed)
     if manifest.genesis_root not in (b"", root):
-        raise UserError(f"{path}: genesis_root is not the root of this model and seed, {root.hex()}; remove the key")
+        raise UserError(f"{args.manifest}: genesis_root is not the root of {what}, {root.hex()}; remove the key")
     return dataclasses.replace(manifest, genesis_root=root)
+
+
+def _genesis_path(args: argparse.Namespace) -> Path:
+    from spes_p2p.store.first_state import beside
+
+    return Path(args.genesis) if args.genesis else beside(args.manifest)
+
+
+def _root_of_file(manifest: Manifest, path: Path, report: Callable[[str, float], None]) -> bytes:
+    from spes_p2p.core.roots import state_root
+    from spes_p2p.core.tensors import tensor_specs
+    from spes_p2p.store.first_state import state_index
+
+    specs = [(spec.name, spec.shape) for spec in tensor_specs(manifest.model, manifest.ownership.groups)]
+    return state_root(state_index(path, specs, lambda share: report(f"reading {path}", share)))
 
 
 def _check_data(manifest: Manifest) -> int:
@@ -305,7 +337,7 @@ def _show(args: argparse.Namespace) -> int:
     from spes_client.run_summary import identity_rows, run_json, setting_rows, size_rows
     from spes_p2p.store.rundir import resolve_run_dir
 
-    signed = _read_signed(args.run) if args.run else resolve_run_dir(ui.home(args)).manifest
+    signed = read_signed(args.run) if args.run else resolve_run_dir(ui.home(args)).manifest
     if args.json:
         ui.print_json(run_json(signed))
         return ui.EXIT_OK
@@ -314,7 +346,7 @@ def _show(args: argparse.Namespace) -> int:
     return ui.EXIT_OK
 
 
-def _read_signed(path: Path) -> Signed[Manifest]:
+def read_signed(path: Path) -> Signed[Manifest]:
     """The signed manifest in a file or run directory. Raises `UserError`, or `IntegrityError` if it does not verify."""
     from spes_p2p.crypto.envelope import unseal_manifest
     from spes_p2p.store.rundir import resolve_run_dir
@@ -335,7 +367,7 @@ def _read_signed(path: Path) -> Signed[Manifest]:
 
 
 def _order(args: argparse.Namespace) -> int:
-    signed = _read_signed(args.run)
+    signed = read_signed(args.run)
     identity = ui.load_identity(args)
     from spes_p2p.peer import organizer  # after the checks: it brings the network with it
 

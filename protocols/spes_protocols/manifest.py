@@ -283,7 +283,11 @@ class Organizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A run. `genesis_root` is the state root of S_0, which follows from `model` and `seed` (SPEC 6.7)."""
+    """A run. `genesis_root` is the state root of S_0 (SPEC 6.7).
+
+    `genesis` says where S_0 comes from: "seed", computed from `model` and `seed` by everybody, or "snapshot", a state
+    that the organizer made, which peers get from each other.
+    """
 
     KIND: ClassVar[str] = "manifest"
     version: Annotated[int, Range(1, 1)] = 1
@@ -301,6 +305,7 @@ class Manifest:
     data: Data
     admission: Admission = Admission()
     organizer: Organizer
+    genesis: Annotated[str, OneOf(("seed", "snapshot"))] = "seed"
     genesis_root: DigestOrNil = b""
 
     def __post_init__(self) -> None:

@@ -6,12 +6,13 @@ After this everything is checked against the manifest, so it no longer matters w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from spes_p2p.crypto.envelope import unseal_manifest
 from spes_p2p.net.addresses import parse_address
 from spes_p2p.net.transport import Transport
+from spes_p2p.store.first_state import adopt_state, beside
 from spes_p2p.store.rundir import RunDir, pin_run, pinned_run
 from spes_protocols.codec import digest
 from spes_protocols.errors import NetworkError, RemoteError, UserError
@@ -90,6 +91,29 @@ def open_known(home: Path, wanted: bytes | None) -> RunDir | None:
 def run_id_of(manifest: Signed[Manifest]) -> bytes:
     """The run id: the digest of the canonical manifest."""
     return digest(manifest.record)
+
+
+def give_first_state(
+    run_dir: RunDir, manifest_path: Path | None, genesis_path: Path | None, say: Callable[[str], None]
+) -> None:
+    """Put the organizer's file with S_0 into the run's states, for others to fetch (SPEC 6.7).
+
+    `genesis_path` None: the file beside the manifest, if there is one. Raises `UserError` if it is another state.
+    """
+    record = run_dir.manifest.record
+    if record.genesis == "seed":
+        if genesis_path is not None:
+            raise UserError("this run's first state follows from its seed: leave out --genesis")
+        return
+    states = run_dir.states()
+    if 0 in states.rounds() and states.root(0) == record.genesis_root:
+        return
+    if genesis_path is None:
+        if manifest_path is None or not beside(manifest_path).exists():
+            return  # others have it
+        genesis_path = beside(manifest_path)
+    say(f"reading the first state from {genesis_path}")
+    adopt_state(states, run_dir.specs(), genesis_path, record.genesis_root)
 
 
 def introduction(manifest: Signed[Manifest]) -> str:

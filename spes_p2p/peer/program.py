@@ -42,13 +42,14 @@ Say = Callable[[str], None]
 
 @contextlib.asynccontextmanager
 async def open_peer(
-    options: PeerOptions, manifest_path: Path | None, say: Say
+    options: PeerOptions, manifest_path: Path | None, say: Say, *, genesis_path: Path | None = None
 ) -> AsyncIterator[tuple[Peer, list[str]]]:
     """A connected peer that knows its run, with the peers it reached; `Peer.run` does the rest.
 
     `manifest_path` is a signed manifest on this machine (an organizer's bootstrap); else the run is what
-    `options.peers` serve, or the one this home already follows. Raises `UserError` or `NetworkError` with one line for
-    a person.
+    `options.peers` serve, or the one this home already follows. `genesis_path` is the file with the first state of a
+    run that does not begin with its seed (default: the one beside the manifest). Raises `UserError` or `NetworkError`
+    with one line for a person.
     """
     wanted = joining.expected_run(options.peers)
     known = joining.open_known(options.home, wanted)
@@ -72,6 +73,7 @@ async def open_peer(
         else:
             reached += await _connect_again(transport, remembered.peers, reached)
         require_quota(run_dir.manifest.record, options)
+        await asyncio.to_thread(joining.give_first_state, run_dir, manifest_path, genesis_path, say)
         stack.enter_context(logging_to(run_dir.log_path))
         say(joining.introduction(run_dir.manifest))
         yield Peer(options, identity, run_dir, transport, _logged(say)), reached

@@ -93,6 +93,11 @@ class Retention:
         self._root = self._chain.root_at(self._blobs_from)
         self._tell(used)
 
+    def _is_first_of_log(self, round_number: int) -> bool:
+        """Whether this is the state that an archive's log begins with, and that nobody can compute."""
+        archive = self._options.role == "archive"
+        return round_number == 0 and archive and self._chain.manifest.genesis == "snapshot"
+
     def _may_stay(self, round_number: int, agreed: list[int]) -> bool:
         """States of the ledger alone: what a fork left is of no use to anybody."""
         regular = round_number % self._options.snapshot_rounds == 0
@@ -102,7 +107,7 @@ class Retention:
         """What may go, in the order in which it goes; each call removes one thing and returns how many bytes it had."""
         yield from (self._blob(blob) for blob in self.leftovers.abandoned())
         served = self._served()
-        old = [r for r in self._states.rounds() if r < kept[-1] and r not in kept]
+        old = [r for r in self._states.rounds() if r < kept[-1] and r not in kept and not self._is_first_of_log(r)]
         yield from (self._state(r) for r in old if r not in served)
         oldest = min([r for r in old if r in served] + kept)
         needed = named_blobs(self._chain, needed_rounds)  # somebody may have sent the same blob twice

@@ -113,7 +113,10 @@ class Service:
             raise RemoteError("round", f"there is no snapshot of round {round_number} here")
 
     async def _snapshots(self, sender: str, request: bytes) -> bytes:
-        return encode(SnapshotsReply(rounds=tuple(self._served_rounds()[-SNAPSHOTS_MAX:])))
+        rounds = self._served_rounds()
+        if len(rounds) > SNAPSHOTS_MAX:  # the first one, which nobody may be able to compute, and the newest
+            rounds = [rounds[0], *rounds[1 - SNAPSHOTS_MAX :]]
+        return encode(SnapshotsReply(rounds=tuple(rounds)))
 
     async def _index(self, sender: str, request: bytes) -> bytes:
         wanted = decode(IndexRequest, request, peer=sender)

@@ -38,8 +38,11 @@ Report = Callable[[str, float], None]
 class Volunteers(Protocol):
     """The part of `spes_p2p.peer.contacts.Contacts` that is used here."""
 
+    def fresh(self) -> list[str]:
+        """Peers heard of lately."""
+
     def volunteers(self) -> list[str]:
-        """Peers that hold blobs and states."""
+        """Those of them that hold blobs and states."""
 
 
 class Snapshots:
@@ -68,9 +71,14 @@ class Snapshots:
         self._liars: deque[str] = deque(maxlen=LIARS_KEPT)
 
     async def offers(self, rounds: Collection[int]) -> dict[int, list[str]]:
-        """Who serves which of these rounds. One that lied before is named only where nobody else is."""
+        """Who serves which of these rounds. One that lied before is named only where nobody else is.
+
+        The first state of a run that does not follow from its seed is at bootstrap nodes too.
+        """
         found: dict[int, list[str]] = {}
-        for peer, offered in await self._ask_all(self._contacts.volunteers(), self._snapshots_of):
+        everybody = 0 in rounds and self._chain.manifest.genesis == "snapshot"
+        peers = self._contacts.fresh() if everybody else self._contacts.volunteers()
+        for peer, offered in await self._ask_all(peers, self._snapshots_of):
             for round_number in set(offered).intersection(rounds):
                 found.setdefault(round_number, []).append(peer)
         liars = set(self._liars)

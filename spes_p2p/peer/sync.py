@@ -2,6 +2,7 @@
 
     newest state here, or a snapshot from several holders --> blobs of the rounds since --apply--> the head's state root
 
+The first state is computed from the seed, or, where the manifest says so, fetched as the snapshot of round 0.
 What needs the fewest bytes from now on is tried first, then the rest. Nothing that arrives is trusted: a wrong blob is
 dropped with the name of its sender, and the next holder is asked. What was fetched before an interruption is not
 fetched again.
@@ -194,11 +195,11 @@ class Syncer:
 
     async def state(self) -> None:
         """Have the state that the head names. Raises `NetworkError` when nobody can help at present."""
-        target, root = self._chain.head.round, self._chain.head.state_root
-        if self.has_state(target, root):
+        target = self._chain.head.round
+        if self.has_state(target, self._chain.head.state_root):
             return
         if target == 0:
-            await self._genesis(root)
+            await self._first_state()
             return
         problems: list[str] = []
         failed: set[int | None] = set()
@@ -214,12 +215,14 @@ class Syncer:
 
     async def _way(self, target: int, failed: set[int | None]) -> Way | None:
         """The way with the fewest bytes of those that have not failed. Others are asked only where it may matter."""
-        first = self._newest_local(target) or 0
+        newest = self._newest_local(target)
+        first = newest or 0
         costs = await asyncio.to_thread(self._costs, first, target)
         ways = []
         if None not in failed:
             more_than_known = 2 * max(costs.values()) + self._states.layout.file_bytes
-            forward = Way(bytes=costs.get(first, more_than_known))
+            to_fetch_first = self._lacking(0) if newest is None and self._manifest.genesis == "snapshot" else 0
+            forward = Way(bytes=costs.get(first, more_than_known) + to_fetch_first)
             if forward.bytes <= self._snapshot_bytes_min(costs):
                 return forward
             ways.append(forward)
@@ -279,7 +282,12 @@ class Syncer:
             raise NetworkError(f"no peer serves a snapshot of round {round_number}")
         await self._snapshots.fetch(round_number, holders)
 
-    async def _genesis(self, root: bytes) -> None:
+    async def _first_state(self) -> None:
+        """Have S_0. Raises `NetworkError` when nobody serves one that has to be fetched."""
+        root = self._manifest.genesis_root
+        if self._manifest.genesis == "snapshot":
+            await self.snapshot_at(0)
+            return
         self._report("making the first state", 0.0)
         found = await self._worker.genesis()
         if found != root:
@@ -300,7 +308,7 @@ class Syncer:
         """From the newest state here to the target: the next rounds' blobs come while one is applied."""
         first = self._newest_local(target)
         if first is None:
-            await self._genesis(self._manifest.genesis_root)
+            await self._first_state()
             first = 0
         self._log_distance(first, target)
         steps: deque[tuple[Step, asyncio.Task[None]]] = deque()

@@ -2,6 +2,7 @@
 
     S_0 from the seed, or a stored snapshot --apply--> S_1 --apply--> S_2 ...
 
+A run whose S_0 does not follow from its seed has it as snapshot 0 of the log.
 A state is known by its root. On disk are the states that somebody still holds on to: while a log is walked these are
 two at a time, whatever its length.
 """
@@ -34,6 +35,7 @@ class Recomputed:
     """States by root: computed here into temporary files, or borrowed from the log's own snapshots."""
 
     def __init__(self, run: RunDir, folder: Path, threads: int) -> None:
+        self._run = run
         manifest = run.manifest.record
         specs = tensor_specs(manifest.model, manifest.ownership.groups)
         self._manifest = manifest
@@ -53,12 +55,29 @@ class Recomputed:
         self._states[root] = state
 
     def genesis(self) -> bytes:
-        """Compute S_0; returns its root. Raises `UserError` on a full disk."""
+        """Compute S_0, or take the log's own where it does not follow from the seed; returns its root.
+
+        Raises `UserError` on a full disk, `IntegrityError` when the log lacks its S_0 or it is damaged.
+        """
         manifest = self._manifest
+        if manifest.genesis == "snapshot":
+            return self._stored_genesis()
         with self._new() as writer:
             for name, array in genesis_tensors(manifest.model, manifest.ownership.groups, manifest.seed):
                 writer.add(name, array)
             return self._keep(writer)
+
+    def _stored_genesis(self) -> bytes:
+        stored = self._run.states()
+        if 0 not in stored.rounds():
+            raise IntegrityError(
+                "state_root",
+                str(stored.path(0)),
+                "this run begins from a state that the log lacks: get it with spes-replay fetch",
+            )
+        root = stored.verify(0)
+        self.borrow(root, stored.read(0))
+        return root
 
     def apply(self, before: Head, counted: Sequence[Contribution], *, manifest: Manifest | None = None) -> bytes:
         """Compute the state after the round that follows `before`, whose state must be here; returns its root.
@@ -168,9 +187,11 @@ def _forward(run: RunDir, log: Log, states: Recomputed, base: int, number: int, 
 
 
 def genesis_error(run: RunDir, found: bytes) -> IntegrityError:
-    """The manifest's S_0 is not what its seed gives."""
-    said = run.manifest.record.genesis_root
-    detail = f"the manifest says that S_0 has root {said.hex()[:16]}, its seed and model give {found.hex()[:16]}"
+    """The manifest's S_0 is not what its seed gives, or not the one in the log."""
+    said, given = run.manifest.record.genesis_root, "its seed and model give"
+    if run.manifest.record.genesis == "snapshot":
+        given = "the log's snapshot 0 has"
+    detail = f"the manifest says that S_0 has root {said.hex()[:16]}, {given} {found.hex()[:16]}"
     return IntegrityError("state_root", str(run.manifest_path), detail)
 
 

@@ -104,12 +104,18 @@ class Verifier:
     # ---- the first state ---------------------------------------------------------------------------------------
 
     def _first_state(self, states: Recomputed) -> Iterator[Problem]:
-        """S_0 follows from the seed, whatever the state that the computation begins with."""
+        """S_0 follows from the seed, whatever the state that the computation begins with; or it is in the log."""
         self._report("computing the first state", -1.0)
+        manifest = self._manifest
         if self._from is None:
-            found = states.genesis()
+            try:
+                found = states.genesis()
+            except IntegrityError as error:
+                yield self._problem(0, error, self._stored.path(0))
+                return
+        elif manifest.genesis == "snapshot":
+            return  # what the computation begins with is compared with the ledger, as every stored state is
         else:
-            manifest = self._manifest
             found = genesis_root(manifest.model, manifest.ownership.groups, manifest.seed)
         if found != self._manifest.genesis_root:
             yield self._problem(0, genesis_error(self._run, found), self._run.manifest_path)

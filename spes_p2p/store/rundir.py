@@ -19,7 +19,7 @@ from spes_p2p.crypto.envelope import unseal_manifest
 from spes_p2p.store.blobs import BlobStore
 from spes_p2p.store.files import atomic_write, disk_errors, make_directory, remove_unfinished
 from spes_p2p.store.ledger_db import LedgerDB
-from spes_p2p.store.states import StateStore
+from spes_p2p.store.states import Specs, StateStore
 from spes_p2p.store.versions import OtherVersionError, other_version
 from spes_protocols.codec import digest
 from spes_protocols.errors import IntegrityError, RemoteError, UserError
@@ -75,7 +75,7 @@ class RunDir:
         except IsADirectoryError:
             raise IntegrityError("manifest", str(file_path), "it is a directory") from None
         except OSError as error:
-            raise UserError(f"cannot read {file_path}: {error.strerror}") from None
+            raise UserError(f"cannot read {file_path}: {error.strerror}; check whose it is, and its rights") from None
         try:
             manifest = unseal_manifest(data)
         except RemoteError as error:
@@ -168,11 +168,14 @@ class RunDir:
         """The store of blobs."""
         return BlobStore(self.blobs_dir)
 
+    def specs(self) -> Specs:
+        """Name and shape of every tensor of the manifest's model."""
+        manifest = self.manifest.record
+        return [(spec.name, spec.shape) for spec in tensor_specs(manifest.model, manifest.ownership.groups)]
+
     def states(self) -> StateStore:
         """The store of global states, for the manifest's model."""
-        manifest = self.manifest.record
-        specs = tensor_specs(manifest.model, manifest.ownership.groups)
-        return StateStore(self.snapshots_dir, [(spec.name, spec.shape) for spec in specs])
+        return StateStore(self.snapshots_dir, self.specs())
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

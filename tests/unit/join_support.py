@@ -129,6 +129,9 @@ class Everybody:
     def __init__(self, network: dict[str, MemoryTransport]) -> None:
         self._network = network
 
+    def fresh(self) -> list[str]:
+        return self.volunteers()
+
     def volunteers(self) -> list[str]:
         return sorted(peer for peer in self._network if peer != CARL.peer_id)
 

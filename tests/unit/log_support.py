@@ -120,8 +120,13 @@ def by_signer(signed: Iterable[Signed[Any]]) -> tuple[bytes, ...]:
 class RunLog:
     """One run whose members all do as they are told. The log is kept as by ADA, in `folder / "home"`."""
 
-    def __init__(self, folder: Path, *, manifest: m.Manifest | None = None, **changes: Any) -> None:
-        """Begin a run with the manifest given, or with that of `make_manifest` and these changes."""
+    def __init__(
+        self, folder: Path, *, manifest: m.Manifest | None = None, first_seed: int | None = None, **changes: Any
+    ) -> None:
+        """Begin a run with the manifest given, or with that of `make_manifest` and these changes.
+
+        `first_seed`: S_0 is of another seed than the manifest's, which names it by its root.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.home = folder / "home"
@@ -133,7 +138,8 @@ class RunLog:
         self.chain = Chain(self.manifest, self.run.run_id, self.db)
         self._seed = self._salt = 0
         with self.states.writer(0) as writer:
-            for name, array in genesis_tensors(MODEL, self.manifest.ownership.groups, self.manifest.seed):
+            seed = self.manifest.seed if first_seed is None else first_seed
+            for name, array in genesis_tensors(MODEL, self.manifest.ownership.groups, seed):
                 writer.add(name, array)
             writer.commit()
 
