@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spes_client import ui
+from spes_client import homes, ui
 from spes_protocols.errors import UserError
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def _log_at(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise UserError(f"there is no {path}: name the home or the run directory of a peer, or its event log")
+    homes.require_directory(path)
     if (path / EVENTS).exists() or older(path / EVENTS).exists():
         return path / EVENTS
     # The manifest is not looked at: what happened can be read wherever it comes from.

@@ -19,7 +19,10 @@ _START = b'"event":"start"'
 
 
 def require_directory(path: Path, nothing: str = "no run") -> None:
-    """Raise `UserError` unless there is a directory that can be read. `nothing` is what a missing one means."""
+    """Raise `UserError` unless there is a directory that can be read, and all directories of a home or run in it.
+
+    `nothing` is what a missing one means. Whoever lists a directory that may not be read finds nothing wrong in it.
+    """
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -30,7 +33,16 @@ def require_directory(path: Path, nothing: str = "no run") -> None:
         raise UserError(f"cannot read {path}: {error.strerror}; {_RIGHTS}") from None
     if not path.is_dir():
         raise UserError(f"{path} is a file: give the directory that spes-join or spes-bootstrap has as --dir")
-    if not os.access(path, os.R_OK | os.X_OK):
+    _require_readable(path)
+    _require_readable(path / "runs")
+    for run in (path, *path.glob("runs/*")):
+        _require_readable(run)
+        for name in ("blobs", "snapshots", "optim"):
+            _require_readable(run / name)
+
+
+def _require_readable(path: Path) -> None:
+    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
         raise UserError(f"cannot read {path}: Permission denied; {_RIGHTS}")
 
 

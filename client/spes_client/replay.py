@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spes_client import ui
+from spes_client import homes, ui
 from spes_protocols.errors import IntegrityError, UserError
 
 if TYPE_CHECKING:
@@ -133,16 +133,23 @@ def _fraction(text: str) -> float:
     return value
 
 
+def _run(args: argparse.Namespace) -> RunDir:
+    """The run at DIR. Raises `UserError`, `IntegrityError`."""
+    from spes_p2p.store.rundir import resolve_run_dir
+
+    homes.require_directory(args.dir)
+    return resolve_run_dir(args.dir)
+
+
 # ---- verify -----------------------------------------------------------------------------------------------------
 
 
 def _verify(args: argparse.Namespace) -> int:
     from spes_p2p.replay.problems import Problem
     from spes_p2p.replay.verify import Tally, Verifier
-    from spes_p2p.store.rundir import resolve_run_dir
 
     try:
-        run = resolve_run_dir(args.dir)
+        run = _run(args)
     except IntegrityError as error:
         problem = Problem(round=0, file=Path(error.where), check=error.check, detail=error.detail)
         return _report(args, args.dir, "", Tally(), [problem])
@@ -203,9 +210,8 @@ def _relative(file: Path, folder: Path) -> Path:
 def _show(args: argparse.Namespace) -> int:
     from spes_client import replay_tables
     from spes_p2p.replay.show import rows
-    from spes_p2p.store.rundir import resolve_run_dir
 
-    run = resolve_run_dir(args.dir)
+    run = _run(args)
     if args.abandoned:
         return _show_abandoned(args, run)
     with ui.progress() as report:
@@ -259,9 +265,8 @@ def _show_abandoned(args: argparse.Namespace, run: RunDir) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     from spes_p2p.replay.export import export
-    from spes_p2p.store.rundir import resolve_run_dir
 
-    run = resolve_run_dir(args.dir)
+    run = _run(args)
     with ui.progress() as report:
         number, root = export(
             run,
@@ -316,9 +321,8 @@ def _what_if(args: argparse.Namespace) -> int:
         raise UserError("nothing is changed: name a peer with --without PEER, or another strength with --alpha A")
     from spes_client import replay_tables
     from spes_p2p.replay.what_if import what_if
-    from spes_p2p.store.rundir import resolve_run_dir
 
-    run = resolve_run_dir(args.dir)
+    run = _run(args)
     with ui.progress() as report:
         actual, changed = what_if(
             run,

@@ -12,6 +12,8 @@ import functools
 import hashlib
 import json
 import os
+import re
+import shlex
 import signal
 import sys
 import threading
@@ -181,8 +183,7 @@ def run_program(body: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except IntegrityError as error:
-        hint = "" if "spes repair" in str(error) else "; if it is a peer's own file, run: spes repair"
-        return _failed(f"{error}{hint}", error.exit_code)
+        return _failed(f"{error}{_repair_hint(error)}", error.exit_code)
     except SpesError as error:
         return _failed(str(error), error.exit_code)
     except OSError as error:
@@ -192,6 +193,15 @@ def run_program(body: Callable[[], int]) -> int:
     except Exception as error:
         hint = "" if _debugging() else "; run again with SPES_DEBUG=1 for the traceback"
         return _failed(f"internal error: {type(error).__name__}: {error}{hint}", EXIT_CHECK_FAILED)
+
+
+def _repair_hint(error: IntegrityError) -> str:
+    """What to add to an error about a damaged file: the command that repairs the home it lies in."""
+    found = re.match(r"(?:(?:record|round|a) [^/]* (?:of|in) )?(.+)/runs/[0-9a-f]{64}/", error.where)
+    home = f" --dir {shlex.quote(found[1])}" if found and Path(found[1]) != default_home() else ""
+    if str(error).endswith("run: spes repair"):
+        return home
+    return "" if "spes repair" in str(error) else f"; if it is a peer's own file, run: spes repair{home}"
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -272,15 +273,37 @@ def test_what_is_no_home(spes: Spes, tmp_path: Path, kind: str) -> None:
     assert kind != "nowhere" or not path.exists()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
-def test_a_directory_that_may_not_be_read(spes: Spes, home: Path) -> None:
-    home.chmod(0o300)
-    try:
-        result = spes("repair", "--dir", home)
-    finally:
-        home.chmod(0o700)
-    assert result.code == 2
-    assert "use the account that it belongs to" in result.error
+@pytest.mark.parametrize("part", ["", "runs", "RUN", "RUN/blobs", "RUN/snapshots"])
+def test_a_directory_that_may_not_be_read_is_not_taken_for_an_empty_one(
+    spes: Spes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, home: Path, part: str
+) -> None:
+    closed = home / part.replace("RUN", f"runs/{run_of(home).name}")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed)  # to root nothing is closed
+    expected = f"cannot read {closed}: Permission denied; use the account that it belongs to, or correct its rights"
+    for words in (("repair", "--dir", home), ("status", "--dir", home), ("events", home)):
+        result = spes(*words)
+        assert (result.code, result.error) == (2, expected)
+    for verb in ("show", "verify"):
+        assert replay([verb, str(home)]) == 2
+        assert capsys.readouterr().err == f"error: {expected}\n"
+
+
+def test_a_damaged_file_is_told_with_the_command_for_its_home(
+    spes: Spes, capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    def hint() -> str:
+        assert replay(["show", str(home)]) == 1
+        return capsys.readouterr().err.strip().partition("run: ")[2]
+
+    with sqlite3.connect(run_of(home) / "ledger.sqlite") as db:
+        db.execute("UPDATE chain SET bytes = zeroblob(100) WHERE position = 1")
+    db.close()
+    for _ in range(2):
+        assert hint() == f"spes repair --dir {shlex.quote(str(home))}"
+        (run_of(home) / "ledger.sqlite").write_bytes(b"no database" * 1000)
+    assert spes(*shlex.split(hint())[1:]).code == 1
+    flip_file(run_of(home) / "manifest")
+    assert spes("status", "--dir", home).error.endswith(f"run: spes repair --dir {shlex.quote(str(home))}")
 
 
 def test_an_unknown_flag_points_at_the_help_of_its_verb(spes: Spes) -> None:
