@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from spes_client.ui import EXIT_CODES, Parser, dir_flag, flag, home, one_of, run_program, whole_number
+from spes_p2p.core.engine import FROZEN, GRADIENTS, MOMENTS
 
 if TYPE_CHECKING:
     from spes_p2p.peer.options import PeerOptions
@@ -89,6 +90,7 @@ def _machine_flags(parser: Parser) -> None:
         metavar="N",
         help="sequences at a time on the device (default: a step's whole batch)",
     )
+    _engine_flags(parser)
     flag(
         parser,
         "--allow-source",
@@ -114,6 +116,23 @@ def _machine_flags(parser: Parser) -> None:
     )
 
 
+def _engine_flags(parser: Parser) -> None:
+    flag(
+        parser,
+        "--frozen",
+        type=one_of(*FROZEN),
+        help="form of experts that others own (default: bf16 on a GPU, fp32 on a CPU); int8 takes least memory",
+    )
+    flag(parser, "--moments", type=one_of(*MOMENTS), help="form of AdamW's moments (default fp32)")
+    flag(parser, "--gradients", type=one_of(*GRADIENTS), help="form of gradients (default fp32)")
+    flag(parser, "--recompute", action="store_true", help="recompute activations: less memory, a third more time")
+    flag(parser, "--compile", action="store_true", help="let torch compile the layers (needs a C++ compiler)")
+    flag(
+        parser, "--grouped", action="store_true",
+        help="frozen experts of a layer as one product, on GPUs of the Hopper and Blackwell kind",
+    )  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `spes-join`."""
     return run_program(lambda: _join(build_parser().parse_args(sys.argv[1:] if argv is None else argv)))
@@ -121,13 +140,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def options_of(args: argparse.Namespace) -> PeerOptions:
     """The peer's options from the command line."""
+    from spes_p2p.core.choice import Wish
     from spes_p2p.peer.options import GIB, PeerOptions
     from spes_p2p.peer.trainer_link import TrainerOptions
 
     trainer = TrainerOptions(
         threads=int(args.threads),
         device=args.device,
-        micro_batch=int(args.micro_batch or 0),
+        engine=Wish(
+            groups=None if args.groups is None else int(args.groups),
+            frozen=args.frozen,
+            moments=args.moments,
+            gradients=args.gradients,
+            recompute=True if args.recompute else None,
+            micro_batch=None if args.micro_batch is None else int(args.micro_batch),
+            compile=args.compile,
+            grouped=args.grouped,
+        ),
         allow_sources=tuple(args.allow_source or ()),
         cache_gib=int(args.cache),
     )

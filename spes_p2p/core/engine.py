@@ -51,7 +51,7 @@ class Engine:
             if field.type == "bool" and not isinstance(value, bool):
                 raise SchemaError(f"engine.{field.name}", value, "true or false")
         size = self.micro_batch
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        if size is not None and (type(size) is not int or size < 1):
             raise SchemaError("engine.micro_batch", size, "a whole number of sequences from 1 on, or nothing")
         if self.grouped and self.frozen == "int8":
             raise SchemaError(

@@ -2,7 +2,8 @@
 
 A round begins by loading the global state into this model and ends by subtracting that state from it. Parameters
 carry the names of `core.tensors.tensor_specs`, one `Parameter` per (layer, expert, matrix), so that owning an expert is
-a flag on three parameters a layer: trainable ones are fp32, frozen ones lie in the compute dtype and cost no gradient.
+a flag on three parameters a layer: trainable ones are fp32, frozen ones lie as the engine says (`core.engine`: fp32,
+bf16, or int8 in blocks) and cost no gradient. What is not in the compute dtype is converted where it is used.
 
 Architecture (SPES paper, section 4; OLMoE): pre-norm decoder, RMSNorm, QK-norm over the whole width before the heads
 are split, rotary positions by half rotation, no biases, untied embeddings, dropless top-k routing whose weights are the
@@ -13,7 +14,7 @@ Shape suffixes:
     B  sequences             D  hidden_size            E  num_experts
     S  tokens per sequence   F  intermediate_size      K  num_experts_per_tok
     T  tokens, B*S           H  attention heads        R  rows, T*K: a token once for each expert chosen for it
-    V  vocab_size            A  width of a head
+    V  vocab_size            A  width of a head          G  experts of a stack, the frozen ones
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from spes_p2p.core.engine import Engine
 from spes_p2p.core.tensors import tensor_specs
+from spes_p2p.model.frozen import dequantise, grouped_linear, linear, quantise
+from spes_protocols.errors import UserError
 from spes_protocols.manifest import Model
 from spes_protocols.messages import section_group
 
@@ -44,15 +48,46 @@ class Routing(NamedTuple):
     counts_E: Tensor
 
 
+FORMS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+"""The engine's words for what a weight or a gradient is kept in."""
+
+
+GROUPED_BYTES = 16
+"""Rows of what a grouped product takes must begin at multiples of this."""
+
+
 class Linear(nn.Module):
-    """A matrix without bias, used in its input's dtype."""
+    """A matrix without bias, used in its input's dtype whatever form it is kept in; int8 with `scales`."""
+
+    scales: Tensor | None
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.register_buffer("scales", None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return linear(x, self.weight, self.scales)
+
+    def keep_as(self, form: torch.dtype) -> None:
+        """Put the values into another form, in place of the one they had. int8 is for what is not trained."""
+        if self.weight.dtype == form:
+            return
+        held = self.weight.data
+        values = held if self.scales is None else dequantise(held, self.scales, torch.float32)
+        if form == torch.int8:
+            self.weight.data, self.scales = quantise(values)
+        else:
+            self.weight.data, self.scales = values.to(form), None
+
+    def load(self, values: Tensor) -> None:
+        """Copy fp32 values in, in the form that is kept."""
+        if self.scales is None:
+            self.weight.copy_(values)
+            return
+        codes, scales = quantise(values.to(self.weight.device))
+        self.weight.copy_(codes)
+        self.scales.copy_(scales)
 
 
 class Embedding(nn.Module):
@@ -125,6 +160,11 @@ class Attention(nn.Module):
         return heads_BSHA.transpose(1, 2)
 
 
+def swiglu(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
+    """What stands between an expert's matrices."""
+    return F.silu(gate_RF) * up_RF
+
+
 class Expert(nn.Module):
     """One SwiGLU feed-forward expert."""
 
@@ -133,9 +173,21 @@ class Expert(nn.Module):
         self.gate_proj = Linear(width, hidden)
         self.up_proj = Linear(width, hidden)
         self.down_proj = Linear(hidden, width)
+        self.activation = swiglu
 
     def forward(self, x_RD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_RD)) * self.up_proj(x_RD))  # type: ignore[no-any-return]
+        return self.down_proj(self.activation(self.gate_proj(x_RD), self.up_proj(x_RD)))  # type: ignore[no-any-return]
+
+
+class Stacks(NamedTuple):
+    """A layer's G frozen experts as three stacks, which hold the parameters' own memory; frozen ones come first."""
+
+    places_E: Tensor
+    frozen_G: Tensor
+    owned: list[int]
+    gate_GFD: Tensor
+    up_GFD: Tensor
+    down_GDF: Tensor
 
 
 class SparseMLP(nn.Module):
@@ -150,6 +202,8 @@ class SparseMLP(nn.Module):
         self.top = model.num_experts_per_tok
         self.renormalises = model.norm_topk_prob
         self.bias_E: Tensor | None = None
+        self.activation = swiglu
+        self.stacks: Stacks | None = None
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Routing]:
         logits_TE = self.gate(x_TD.float())
@@ -161,18 +215,60 @@ class SparseMLP(nn.Module):
 
         # Sort the rows by expert once (stable: the result does not depend on the sorting routine), run each expert on
         # its slice, put the rows back in the order of tokens and sum each token's K rows.
-        order_R = chosen_TK.flatten().argsort(stable=True)
+        places_TK = chosen_TK if self.stacks is None else self.stacks.places_E[chosen_TK]
+        order_R = places_TK.flatten().argsort(stable=True)
         rows_RD = x_TD.index_select(0, order_R // self.top)
-        outputs = [
-            expert(rows)
-            for expert, rows in zip(self.experts, rows_RD.split(counts_E.tolist()), strict=True)
-            if rows.shape[0]
-        ]
+        outputs = self._experts_of(rows_RD, counts_E)
         sorted_RD = torch.cat(outputs) * weights_TK.flatten()[order_R, None].to(x_TD.dtype)
         back_R = torch.empty_like(order_R)
         back_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
         y_TD = sorted_RD.index_select(0, back_R).unflatten(0, (-1, self.top)).sum(1)
         return y_TD, Routing(logits_TE, probs_TE, counts_E)
+
+    def _experts_of(self, rows_RD: Tensor, counts_E: Tensor) -> list[Tensor]:
+        """What the experts make of their rows, in the rows' order; an expert without rows gives nothing."""
+        stacks, counts = self.stacks, counts_E.tolist()
+        if stacks is None:
+            return [
+                expert(rows) for expert, rows in zip(self.experts, rows_RD.split(counts), strict=True) if rows.shape[0]
+            ]
+        theirs = [counts[e] for e in stacks.owned]
+        first_RD, *others = rows_RD.split([rows_RD.shape[0] - sum(theirs), *theirs])
+        outputs = [self.experts[e](rows) for e, rows in zip(stacks.owned, others, strict=True) if rows.shape[0]]
+        if not first_RD.shape[0]:
+            return outputs
+        ends_G = counts_E[stacks.frozen_G].cumsum(0).to(torch.int32)
+        gate_RF, up_RF = (grouped_linear(first_RD, stack, ends_G) for stack in (stacks.gate_GFD, stacks.up_GFD))
+        hidden_RF = self.activation(gate_RF, up_RF)
+        return [grouped_linear(hidden_RF, stacks.down_GDF, ends_G), *outputs]
+
+    def stack(self) -> None:
+        """Lay the frozen experts' matrices side by side for grouped products; each parameter is a part of its stack.
+
+        Owned experts stay by themselves: their gradient's product would need every expert's rows padded to 16 bytes.
+        """
+        owned = [e for e, expert in enumerate(self.experts) if next(expert.parameters()).requires_grad]
+        frozen = [e for e in range(len(self.experts)) if e not in owned]
+        if self.stacks is not None and self.stacks.owned == owned:
+            return
+        self.stacks = None
+        stacked = []
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            matrices = [getattr(expert, name).weight for expert in self.experts]
+            for e in owned:
+                if matrices[e].untyped_storage().nbytes() > matrices[e].nbytes:  # a part of a stack that is to go
+                    matrices[e].data = matrices[e].data.clone()
+            if frozen:
+                together = torch.stack([matrices[e].data for e in frozen])
+                for place, e in enumerate(frozen):
+                    matrices[e].data = together[place]
+                stacked.append(together)
+        if not frozen:
+            return
+        device = self.gate.weight.device
+        places_E = torch.empty(len(self.experts), dtype=torch.long, device=device)
+        places_E[torch.tensor(frozen + owned, device=device)] = torch.arange(len(self.experts), device=device)
+        self.stacks = Stacks(places_E, torch.tensor(frozen, device=device), owned, *stacked)
 
 
 class Layer(nn.Module):
@@ -203,6 +299,29 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
 
 
+def check_grouped(model: Model, frozen: torch.dtype, compute: torch.dtype) -> None:
+    """Raises `UserError` where the grouped product cannot take a model's frozen experts as they lie."""
+    if frozen != compute:
+        raise UserError(f"grouped products need frozen experts in the compute dtype, {compute}; they are in {frozen}")
+    for key in ("hidden_size", "intermediate_size"):
+        if getattr(model, key) * compute.itemsize % GROUPED_BYTES:
+            multiple = GROUPED_BYTES // compute.itemsize
+            raise UserError(f"grouped products need {key} to be a multiple of {multiple}; it is {getattr(model, key)}")
+
+
+def compile_layers(moe: MoE) -> None:
+    """Let torch compile what has the same shapes each time, attention, and the experts' activation for any rows.
+
+    Routing and the experts' products stay as they are: how many rows an expert gets is known on the host alone.
+    """
+    activation = torch.compile(swiglu, dynamic=True)
+    for module in moe.modules():
+        if isinstance(module, Attention):
+            module.compile()
+        elif isinstance(module, Expert | SparseMLP):
+            module.activation = activation
+
+
 class MoE(nn.Module):
     """The whole model. Its parameters hold no values until `load`."""
 
@@ -214,38 +333,55 @@ class MoE(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
         *,
         device: torch.device | str = "cpu",
-        recompute: bool = False,
+        engine: Engine | None = None,
     ) -> None:
-        """`owned` are the expert groups to train; `recompute` trades time for memory (activation checkpointing)."""
+        """`owned` are the expert groups to train; without `engine` frozen experts lie in the compute dtype.
+
+        Raises `UserError` for a grouped engine where this model and dtype cannot be grouped.
+        """
         super().__init__()
         self.config = model
         self.compute_dtype = compute_dtype
-        self.recompute = recompute
+        self.engine = engine or Engine(frozen="fp32" if compute_dtype == torch.float32 else "bf16")
         self.groups = groups
+        if self.engine.grouped:
+            check_grouped(model, FORMS[self.engine.frozen], compute_dtype)
         self.sections = {spec.name: spec.section for spec in tensor_specs(model, groups)}
         # Without memory at first, so that frozen experts never take that of fp32.
         with torch.device("meta"):
             self.model = Decoder(model)
             self.lm_head = Linear(model.hidden_size, model.vocab_size)
         assert {name for name, _ in self.named_parameters()} == self.sections.keys()
-        self.own(owned)
+        self._choose_forms(owned)
         self.to_empty(device=device)
+        self.own(owned)
+        if self.engine.compile:
+            compile_layers(self)
 
     def own(self, owned: Collection[int]) -> None:
-        """Make the experts of these groups trainable (fp32) and freeze the others (compute dtype).
+        """Make the experts of these groups trainable (fp32) and freeze the others (in the engine's form).
 
-        A newly owned expert keeps the values it had in the compute dtype: `load` the state afterwards.
+        A newly owned expert keeps the values it had while frozen: `load` the state afterwards.
         """
+        self._choose_forms(owned)
+        for module in self.modules():
+            if self.engine.grouped and isinstance(module, SparseMLP):
+                module.stack()
+
+    def _choose_forms(self, owned: Collection[int]) -> None:
         self.owned = frozenset(owned)
-        for name, parameter in self.named_parameters():
-            group = section_group(self.sections[name])
-            trainable = group is None or group in owned
-            dtype = torch.float32 if trainable else self.compute_dtype
-            parameter.requires_grad_(trainable)
-            if not trainable:
-                parameter.grad = None
-            if parameter.dtype != dtype:
-                parameter.data = parameter.data.to(dtype)
+        for prefix, module in self.named_modules():
+            for parameter in module.parameters(recurse=False):
+                group = section_group(self.sections[f"{prefix}.weight"])
+                trainable = group is None or group in owned
+                if not trainable:
+                    parameter.requires_grad_(False)
+                    parameter.grad = None
+                if isinstance(module, Linear):
+                    module.keep_as(torch.float32 if trainable else FORMS[self.engine.frozen])
+                if trainable:
+                    parameter.requires_grad_(True)
+                    parameter.grad_dtype = FORMS[self.engine.gradients]
 
     def favour_owned(self, bias: float) -> None:
         """Add `bias` to the router's logits of the experts that are trained, 0 for none; for training only.
@@ -263,10 +399,15 @@ class MoE(nn.Module):
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Copy a global state (fp32, such as the memory-mapped tensors of a state file) into the parameters."""
         with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                values = np.array(state[name], dtype=np.float32)  # a copy: torch wants writable memory
-                assert values.shape == tuple(parameter.shape), name
-                parameter.copy_(torch.from_numpy(values))
+            for prefix, module in self.named_modules():
+                for parameter in module.parameters(recurse=False):
+                    name = f"{prefix}.weight"
+                    values = np.array(state[name], dtype=np.float32)  # a copy: torch wants writable memory
+                    assert values.shape == tuple(parameter.shape), name
+                    if isinstance(module, Linear):
+                        module.load(torch.from_numpy(values))
+                    else:
+                        parameter.copy_(torch.from_numpy(values))
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The shared parameters and those of the owned groups, by name."""
@@ -279,7 +420,7 @@ class MoE(nn.Module):
         x_BSD = self.model.embed_tokens(tokens_BS)
         routings: list[Routing] = []
         for layer in self.model.layers:
-            if self.recompute and torch.is_grad_enabled():
+            if self.engine.recompute and torch.is_grad_enabled():
                 x_BSD, routing = checkpoint(layer, x_BSD, cos_SA, sin_SA, use_reentrant=False)
             else:
                 x_BSD, routing = layer(x_BSD, cos_SA, sin_SA)

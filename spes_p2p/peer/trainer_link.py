@@ -13,10 +13,11 @@ import contextlib
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spes_p2p.core.choice import Wish
 from spes_p2p.peer.recorder import Recorder
 from spes_p2p.peer.trainer_watch import TrainerWatch
 from spes_protocols import control_pb2, control_pb2_grpc
@@ -45,11 +46,11 @@ FAILURES_MAX = 3
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
-    """The volunteer's choices that concern the trainer alone."""
+    """The volunteer's choices that concern the trainer alone; what `engine` leaves open is the trainer's to choose."""
 
     threads: int = 1
     device: str = "auto"
-    micro_batch: int = 0
+    engine: Wish = field(default_factory=Wish)
     allow_sources: tuple[str, ...] = ()
     cache_gib: int = 20
 
@@ -76,7 +77,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         self.state = "starting"
         self.progress: control_pb2.Progress | None = None
         self.pending: control_pb2.Ready | None = None
-        self._micro_batch = options.micro_batch
+        self._micro_batch = options.engine.micro_batch or 0
         self._run_dir = run_dir
         self._make_task = make_task
         self._on_done = on_done
@@ -288,6 +289,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         command += ["--threads", str(options.threads), "--device", options.device]
         command += ["--cache-gib", str(options.cache_gib)]
         command += ["--micro-batch", str(self._micro_batch)] if self._micro_batch else []
+        command += engine_flags(options.engine)
         for prefix in options.allow_sources:
             command += ["--allow-source", prefix]
         path = self._run_dir / "trainer.log"
@@ -312,6 +314,15 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         except TimeoutError:
             process.kill()
             await process.wait()
+
+
+def engine_flags(engine: Wish) -> list[str]:
+    """The trainer's command line for what was asked for, without the micro-batch, which changes as memory runs out."""
+    flags = []
+    for name in ("frozen", "moments", "gradients"):
+        value = getattr(engine, name)
+        flags += [f"--{name}", value] if value else []
+    return flags + [f"--{name}" for name in ("recompute", "compile", "grouped") if getattr(engine, name)]
 
 
 def _end_of_process(code: int) -> str:

@@ -10,6 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
+from spes_p2p.core.choice import Wish
+from spes_p2p.core.engine import FROZEN, GRADIENTS, MOMENTS
 from spes_p2p.train.trainer import Options, work
 
 
@@ -28,7 +30,14 @@ def main() -> int:
     parser.add_argument("--threads", type=_positive, default=1, help="CPU threads (default 1)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
     parser.add_argument("--micro-batch", type=_positive, help="sequences at once (default: a step's whole batch)")
+    parser.add_argument(
+        "--frozen", choices=FROZEN, help="form of frozen experts (default: fp32 on a CPU, bf16 on a GPU)"
+    )
+    parser.add_argument("--moments", choices=MOMENTS, help="form of AdamW's moments (default fp32)")
+    parser.add_argument("--gradients", choices=GRADIENTS, help="form of gradients (default fp32)")
     parser.add_argument("--recompute", action="store_true", help="recompute activations: less memory, more time")
+    parser.add_argument("--compile", action="store_true", help="let torch compile the layers")
+    parser.add_argument("--grouped", action="store_true", help="frozen experts of a layer as one grouped product")
     parser.add_argument("--allow-source", action="append", default=[], metavar="PREFIX", help="URLs the data may use")
     parser.add_argument("--cache-gib", type=float, default=20.0, help="disk for cached data in GiB (default 20)")
     arguments = parser.parse_args()
@@ -40,8 +49,15 @@ def main() -> int:
             run_dir=arguments.run_dir,
             threads=arguments.threads,
             device=arguments.device,
-            micro_batch=arguments.micro_batch,
-            recompute=arguments.recompute,
+            engine=Wish(
+                frozen=arguments.frozen,
+                moments=arguments.moments,
+                gradients=arguments.gradients,
+                recompute=arguments.recompute,
+                micro_batch=arguments.micro_batch,
+                compile=arguments.compile,
+                grouped=arguments.grouped,
+            ),
             allow_sources=tuple(arguments.allow_source),
             cache_bytes_max=int(arguments.cache_gib * 2**30),
         )

@@ -16,7 +16,7 @@ import torch
 
 from spes_p2p.model.loss import training_loss
 from spes_p2p.model.moe import MoE
-from spes_p2p.model.optim import fill_missing_gradients, learning_rate
+from spes_p2p.model.optim import clip_gradients, fill_missing_gradients, learning_rate
 from spes_protocols.manifest import Manifest, Routing
 
 
@@ -69,7 +69,7 @@ def owned_bias(config: Routing, step: int) -> float:
 def train_round(
     *,
     model: MoE,
-    adamw: torch.optim.AdamW,
+    adamw: torch.optim.Optimizer,
     manifest: Manifest,
     plan: RoundPlan,
     sequences: Callable[[range], np.ndarray],
@@ -101,7 +101,7 @@ def train_round(
             loss += parts.cross_entropy * share
 
         fill_missing_gradients(parameters)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, manifest.optimizer.grad_clip, foreach=True)
+        norm = clip_gradients(parameters, manifest.optimizer.grad_clip)
         # One overflow must not poison moments that live for the whole run.
         if math.isfinite(norm):
             adamw.step()

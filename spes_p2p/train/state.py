@@ -11,6 +11,7 @@ tensor without residual has zero.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,16 +21,24 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from spes_p2p.core.engine import BLOCK
 from spes_p2p.delta.numeric import FloatArray
-from spes_p2p.model.optim import Moments
+from spes_p2p.model.moments import Moments, Quantised
 from spes_p2p.store.files import NewFile, make_directory
 from spes_protocols import control_pb2 as pb
 from spes_protocols.errors import IntegrityError
 from spes_protocols.messages import SHARED
 
 FILE_NAME = "state.safetensors"
-_VERSION = "1"
-_KINDS = ("mean", "square", "residual", "counted")
+_VERSION = "2"
+_VERSIONS = ("1", "2")
+"""Files of version 1 have no 8-bit moments; otherwise they are the same."""
+
+_KINDS = ("mean", "square", "mean-scale", "square-scale", "residual", "counted")
+_DTYPES = {"float32": ("F32", 4), "int8": ("I8", 1), "uint8": ("U8", 1)}
+"""By torch's and numpy's names: safetensors' name and the bytes of an element."""
+
+_CODES = {"mean": np.dtype(np.int8), "square": np.dtype(np.uint8)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +94,11 @@ def save_state(state: TrainerState, directory: Path) -> None:
     """Write the state, whole or not at all. Raises `UserError` when the disk is full or not writable."""
     tensors: dict[str, torch.Tensor | FloatArray] = {}
     for name, moments in state.moments.items():
-        tensors[f"mean/{name}"] = moments.mean
-        tensors[f"square/{name}"] = moments.square
+        for kind, moment in (("mean", moments.mean), ("square", moments.square)):
+            if isinstance(moment, Quantised):
+                tensors[f"{kind}/{name}"], tensors[f"{kind}-scale/{name}"] = moment.codes, moment.scales
+            else:
+                tensors[f"{kind}/{name}"] = moment
     for name, residual in state.residuals.items():
         tensors[f"residual/{name}"] = residual
     metadata = {
@@ -102,26 +114,29 @@ def save_state(state: TrainerState, directory: Path) -> None:
     with NewFile(directory) as file:
         file.write(_header(tensors, metadata))
         for tensor in tensors.values():
-            file.write(np.ascontiguousarray(_host(tensor), dtype="<f4").reshape(-1).view(np.uint8).data)
+            array = _host(tensor)
+            little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+            file.write(little.reshape(-1).view(np.uint8).data)
         file.publish(directory / FILE_NAME)
 
 
 def _header(tensors: Mapping[str, torch.Tensor | FloatArray], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors header for fp32 tensors one after another, so that each leaves the GPU only when it is written."""
+    """A safetensors header for tensors one after another, so that each leaves the GPU only when it is written."""
     entries: dict[str, object] = {"__metadata__": metadata}
     offset = 0
     for name, tensor in tensors.items():
-        end = offset + 4 * int(np.prod(tensor.shape))
-        entries[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        dtype, size = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
+        end = offset + size * int(np.prod(tensor.shape))
+        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _host(tensor: torch.Tensor | FloatArray) -> FloatArray:
+def _host(tensor: torch.Tensor | FloatArray) -> np.ndarray[Any, Any]:
     if isinstance(tensor, torch.Tensor):
-        array: FloatArray = tensor.detach().cpu().numpy()
+        array: np.ndarray[Any, Any] = tensor.detach().cpu().numpy()
         return array
     return tensor
 
@@ -144,20 +159,22 @@ def load_state(directory: Path, shapes: Mapping[str, tuple[int, ...]], device: t
 
 def _read(file: Any, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> TrainerState:
     metadata = file.metadata() or {}
-    if metadata.get("version") != _VERSION:
+    if metadata.get("version") not in _VERSIONS:
         raise ValueError(f"version {metadata.get('version')!r} where {_VERSION!r} is known")
-    arrays: dict[str, dict[str, FloatArray]] = {kind: {} for kind in _KINDS}
+    arrays: dict[str, dict[str, np.ndarray[Any, Any]]] = {kind: {} for kind in _KINDS}
     for key in file.keys():  # noqa: SIM118 (the file is no mapping)
         kind, _, name = key.partition("/")
         array = file.get_tensor(key)
-        if array.shape != shapes[name] or array.dtype != np.float32:
-            raise ValueError(f"{key} is {array.dtype} {array.shape} where the model has {shapes[name]}")
+        shape = _shape(kind, shapes[name])
+        allowed = (np.dtype(np.float32), _CODES.get(kind))
+        if array.shape != shape or array.dtype not in allowed:
+            raise ValueError(f"{key} is {array.dtype} {array.shape} where the model has {shape}")
         arrays[kind][name] = array
     moments = {
         name: Moments(
             steps=int(steps),
-            mean=torch.from_numpy(arrays["mean"][name]).to(device),
-            square=torch.from_numpy(arrays["square"][name]).to(device),
+            mean=_moment(arrays, "mean", name, device),
+            square=_moment(arrays, "square", name, device),
         )
         for name, steps in json.loads(metadata["steps"]).items()
     }
@@ -169,3 +186,17 @@ def _read(file: Any, shapes: Mapping[str, tuple[int, ...]], device: torch.device
             counted=arrays["counted"],
         )
     return TrainerState(moments=moments, residuals=arrays["residual"], pending=pending)
+
+
+def _shape(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a tensor, or of its blocks' scales."""
+    return (-(-math.prod(shape) // BLOCK),) if kind.endswith("-scale") else shape
+
+
+def _moment(
+    arrays: Mapping[str, Mapping[str, np.ndarray[Any, Any]]], kind: str, name: str, device: torch.device
+) -> torch.Tensor | Quantised:
+    values = torch.from_numpy(arrays[kind][name]).to(device)
+    if values.dtype == torch.float32:
+        return values
+    return Quantised(codes=values, scales=torch.from_numpy(arrays[f"{kind}-scale"][name]).to(device))

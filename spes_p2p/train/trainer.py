@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from spes_p2p.core.choice import Wish
+from spes_p2p.core.engine import Engine, default_engine
 from spes_p2p.core.tensors import section_specs, tensor_specs
 from spes_p2p.data.batches import TokenData
 from spes_p2p.data.sources import StoppedError
@@ -41,6 +43,9 @@ EXIT_FAULT = 1
 EXIT_DISK_FULL = 74
 """Exit code where the disk took no more: the peer tries again, for there may be room in a moment."""
 
+GROUPED_MAJORS = (9, 10)
+"""Compute capabilities where torch has kernels for grouped products; elsewhere it loops over experts on the host."""
+
 EXIT_MEMORY = 75
 """Exit code after running out of memory: the peer starts the trainer again with a smaller micro-batch."""
 
@@ -51,14 +56,13 @@ class DataError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command line. `micro_batch` in sequences, None for a step's whole batch at once."""
+    """The command line. What `engine` leaves open is as the device does by itself."""
 
     socket: Path
     run_dir: Path
     threads: int
     device: str
-    micro_batch: int | None
-    recompute: bool
+    engine: Wish
     allow_sources: Sequence[str]
     cache_bytes_max: int
 
@@ -100,6 +104,27 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
+def engine_for(wish: Wish, device: str) -> Engine:
+    """The engine of a device, torch's type, with what was asked for. Raises `SchemaError` for what excludes another."""
+    usual = default_engine(device)
+    return Engine(
+        frozen=wish.frozen or usual.frozen,
+        moments=wish.moments or usual.moments,
+        gradients=wish.gradients or usual.gradients,
+        recompute=bool(wish.recompute),
+        micro_batch=wish.micro_batch,
+        compile=wish.compile,
+        grouped=wish.grouped,
+    )
+
+
+def check_device(engine: Engine, device: torch.device) -> None:
+    """Raises `UserError` where a device cannot do what is asked: grouped products want a Hopper or Blackwell GPU."""
+    if engine.grouped and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in GROUPED_MAJORS:
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"{name} has no grouped products (that takes compute capability 9 or 10): leave out --grouped")
+
+
 class Trainer:
     """One run's model, optimiser state and data in this process."""
 
@@ -122,7 +147,9 @@ class Trainer:
         self._state = load_state(self._run.optim_dir, self._shapes, self._device)
         self._clear_leftovers()
         compute_dtype = torch.float32 if wanted == "cpu" else torch.bfloat16
-        self._model = MoE(model, groups, (), compute_dtype, device=self._device, recompute=options.recompute)
+        self._engine = engine_for(options.engine, wanted)
+        check_device(self._engine, self._device)
+        self._model = MoE(model, groups, (), compute_dtype, device=self._device, engine=self._engine)
         with _reading_data():
             self._data = TokenData(
                 self._manifest.data,
@@ -228,7 +255,7 @@ class Trainer:
             if self._sections[name] != SHARED
         }
 
-    def _local_steps(self, task: pb.TrainRound, adamw: torch.optim.AdamW) -> RoundResult:
+    def _local_steps(self, task: pb.TrainRound, adamw: torch.optim.Optimizer) -> RoundResult:
         plan = RoundPlan(
             step=task.step,
             steps=task.steps,
@@ -257,7 +284,7 @@ class Trainer:
             manifest=self._manifest,
             plan=plan,
             sequences=sequences,
-            micro_batch=self._options.micro_batch,
+            micro_batch=self._engine.micro_batch,
             report=report,
             should_cut=lambda: self._link.inbox.should_cut(task),
         )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from spes_p2p.core.engine import Engine
 from spes_p2p.core.tensors import tensor_specs
 from spes_p2p.model.loss import training_loss
 from spes_p2p.model.moe import MoE
@@ -26,9 +27,9 @@ TOKENS = random_tokens(3, MODEL.sequence_length + 1)
 QWEN3_MODEL = replace(MODEL, num_attention_heads=4, **QWEN3)
 
 
-def trained_once(model: Model = MODEL, **options: bool) -> MoE:
+def trained_once(model: Model = MODEL, engine: Engine | None = None) -> MoE:
     """A model that owns OWNED, with the gradients of one batch."""
-    moe = MoE(model, GROUPS, OWNED, **options)
+    moe = MoE(model, GROUPS, OWNED, engine=engine)
     moe.load(random_state(model))
     training_loss(moe, TOKENS[:, :-1], TOKENS[:, 1:], FACTORS).total.backward()
     return moe
@@ -52,7 +53,7 @@ def dense(model: Model, bias_E: torch.Tensor | float = 0.0) -> Reference:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gradients_equal_the_dense_float64_reference(model: Model, recompute: bool) -> None:
     gradients, _, _ = dense(model)
-    moe = trained_once(model, recompute=recompute)
+    moe = trained_once(model, Engine(recompute=recompute))
     checked = set()
     for name, parameter in moe.trainable().items():
         expected = gradients[name]
@@ -79,7 +80,7 @@ def test_losses_equal_the_dense_float64_reference(reference) -> None:
 def test_a_bias_towards_owned_experts_equals_the_dense_float64_reference(recompute: bool) -> None:
     owned_E = torch.tensor([e // (MODEL.num_experts // GROUPS) in OWNED for e in range(MODEL.num_experts)])
     gradients, total, _ = dense(MODEL, owned_E * 1.5)
-    moe = MoE(MODEL, GROUPS, OWNED, recompute=recompute)
+    moe = MoE(MODEL, GROUPS, OWNED, engine=Engine(recompute=recompute))
     moe.load(random_state())
     moe.favour_owned(1.5)
     loss = training_loss(moe, TOKENS[:, :-1], TOKENS[:, 1:], FACTORS).total

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 import torch
 
+from spes_p2p.core.choice import Wish
 from spes_p2p.core.tensors import section_specs, tensor_specs
 from spes_p2p.data.batches import TokenData
 from spes_p2p.delta.codecs import decode_section
 from spes_p2p.delta.numeric import FloatArray
 from spes_p2p.model.moe import MoE
-from spes_p2p.model.optim import Moments, make_adamw, moments_of
+from spes_p2p.model.moments import Moments
+from spes_p2p.model.optim import make_adamw, moments_of
 from spes_p2p.store.rundir import RunDir
 from spes_p2p.train.loop import RoundPlan, train_round
 from spes_p2p.train.state import TrainerState, load_state
@@ -70,8 +72,7 @@ def options(run: RunDir, directory: Path) -> Options:
         run_dir=run.path,
         threads=1,
         device="cpu",
-        micro_batch=None,
-        recompute=False,
+        engine=Wish(),
         allow_sources=(directory.as_uri(),),
         cache_bytes_max=1 << 30,
     )

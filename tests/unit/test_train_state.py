@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spes_p2p.core.tensors import tensor_specs
-from spes_p2p.model.optim import Moments
+from spes_p2p.model.moments import Moments, quantise_mean, quantise_square
 from spes_p2p.train.state import FILE_NAME, Pending, TrainerState, load_state, save_state
 from spes_protocols import control_pb2 as pb
 from spes_protocols.errors import IntegrityError, UserError
@@ -98,6 +98,34 @@ def test_it_comes_back_from_disk_as_it_was(tmp_path: Path, pending: bool) -> Non
     assert found.pending.task == state.pending.task
     assert found.pending.done == state.pending.done
     assert all(np.array_equal(found.pending.counted[name], filled(name, 2.0)) for name in NAMES)
+
+
+def test_8_bit_moments_come_back_code_by_code(tmp_path: Path) -> None:
+    mean = torch.randn(SHAPES[OWNED_NAME], generator=torch.Generator().manual_seed(0))
+    state = TrainerState(
+        moments={
+            SHARED_NAME: Moments(steps=2, mean=torch.ones(24), square=torch.ones(24)),
+            OWNED_NAME: Moments(steps=5, mean=quantise_mean(mean), square=quantise_square(mean.square())),
+        }
+    )
+    save_state(state, tmp_path)
+    found = load_state(tmp_path, SHAPES, CPU).moments
+    assert (tmp_path / FILE_NAME).stat().st_size < 3.5 * mean.numel() + 8 * 24 + 2000
+    assert isinstance(found[SHARED_NAME].mean, torch.Tensor)
+    for name in ("mean", "square"):
+        kept, wanted = getattr(found[OWNED_NAME], name), getattr(state.moments[OWNED_NAME], name)
+        assert torch.equal(kept.codes, wanted.codes)
+        assert torch.equal(kept.scales, wanted.scales)
+
+
+def test_a_file_of_the_version_before_8_bit_moments_is_read(tmp_path: Path) -> None:
+    save_state(a_state(), tmp_path)
+    path = tmp_path / FILE_NAME
+    path.write_bytes(path.read_bytes().replace(b'"version":"2"', b'"version":"1"'))
+    assert load_state(tmp_path, SHAPES, CPU).moments.keys() == set(NAMES)
+    path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"9"'))
+    with pytest.raises(IntegrityError, match="version '9'"):
+        load_state(tmp_path, SHAPES, CPU)
 
 
 def test_nothing_on_disk_is_an_empty_state(tmp_path: Path) -> None:
