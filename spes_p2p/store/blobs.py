@@ -27,6 +27,7 @@ class BlobStore:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._unsynced: set[bytes] = set()
         make_directory(directory)
 
     def path(self, digest: bytes) -> Path:
@@ -63,9 +64,13 @@ class BlobStore:
     def adopt(self, digest: bytes) -> None:
         """Make the finished download a blob.
 
-        Raises `RemoteError` with check `blob_digest` and removes the download if its bytes are not the blob's.
+        Raises `RemoteError` with check `blob_digest` and removes the download if its bytes are not the blob's, or are
+        not sure to reach the disk: what could not be synced once counts as synced the next time, and is not.
         """
         partial = self.partial(digest)
+        if digest in self._unsynced and partial.exists():
+            remove(partial)
+        self._unsynced.discard(digest)
         if not partial.exists():
             if self.has(digest):
                 return
@@ -76,7 +81,8 @@ class BlobStore:
                 try:
                     sync(file, partial)
                 except UserError:
-                    remove(partial)  # what could not be synced once counts as synced the next time, and is not
+                    self._unsynced.add(digest)
+                    remove(partial)
                     raise
         if found != digest:
             remove(partial)

@@ -5,7 +5,8 @@
     <round>.arrived   which leaves are there for good: written after their bytes were synced
 
 After a crash only what came since the last `arrived` is hashed again, so that going on costs the same for any size. No
-more than `SYNC_BYTES` can have come since then.
+more than `SYNC_BYTES` can have come since then. It is written again too: if it was a sync that had failed, the kernel
+takes those bytes for written, and the next sync would pass them over.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from spes_p2p.store.files import (
     sync,
 )
 from spes_protocols.codec import RECORD_BYTES_MAX, Size, decode, encode
-from spes_protocols.errors import RemoteError
+from spes_protocols.errors import RemoteError, UserError
 from spes_protocols.messages import SnapshotIndex
 from spes_protocols.types import Digest
 
@@ -71,7 +72,8 @@ class Receiver:
         self._file: BinaryIO | None = None
         self._unsynced = 0
         self._closed = False
-        self._take_up()
+        self._sync_failed = False
+        self._was_whole = self._take_up()
         self._missing = dict.fromkeys(self._lacking())
         self.bytes_missing = sum(self.extent(leaf)[1] for leaf in self._missing)
         # And the state after it: who has room for the download alone would stop in its first round.
@@ -89,32 +91,46 @@ class Receiver:
     def _digest(self, leaf: Leaf) -> bytes:
         return self._index.tensors[leaf[0]].leaves[leaf[1]]
 
-    def _take_up(self) -> None:
-        """A state file without its index is what a crash left between the two, or one that came out wrong here."""
+    def _take_up(self) -> bool:
+        """A state file without its index is what a crash left between the two, or one that came out wrong here.
+
+        Returns whether there is one; its bytes are on disk for good.
+        """
         path = self._store.path(self._index.round)
-        if path.exists() and not self._path.exists() and not self._store.index_path(self._index.round).exists():
+        found = path.exists() and not self._path.exists() and not self._store.index_path(self._index.round).exists()
+        if found:
             rename_synced(path, self._path)
         if not self._path.exists():
             remove_synced(self._store.arrived_path(self._index.round))  # it speaks of a file that is gone
+        return found
 
     def _lacking(self) -> Iterator[Leaf]:
-        """Leaves that are not on disk. Hashes those that are there and not noted; the rest of the file is sparse."""
+        """Leaves that are not on disk. Those that are there and not noted are hashed, and written once more where they
+        are right; the rest of the file is sparse.
+        """
         if not self._path.exists():
             yield from self._number
             return
         noted = self._store.arrived(self._index.round, self._root)
         zeros: dict[int, bytes] = {}
-        with self._path.open("rb", buffering=0) as file:
+        with disk_errors(self._path), self._path.open("r+b", buffering=0) as file:
             for leaf, number in self._number.items():
                 offset, size = self.extent(leaf)
                 if noted is not None and noted[number // 8] >> number % 8 & 1:
                     continue
                 if _is_hole(file.fileno(), offset, size):
                     found = zeros.get(size) or zeros.setdefault(size, leaf_digest(bytes(size)))
-                else:
-                    found = leaf_digest(os.pread(file.fileno(), size, offset))
-                if found != self._digest(leaf):
+                    if found != self._digest(leaf):
+                        yield leaf
+                    continue
+                data = os.pread(file.fileno(), size, offset)
+                if leaf_digest(data) != self._digest(leaf):
                     yield leaf
+                    continue
+                if not self._was_whole:
+                    file.seek(offset)
+                    disk.write(file, data)
+                    self._unsynced += size
 
     def missing(self) -> list[Leaf]:
         """The leaves still to come, in the order of the file."""
@@ -173,7 +189,7 @@ class Receiver:
         with self._lock:
             self._closed = True
             bits = self._bits()
-        if self._unsynced:
+        if self._unsynced and not self._sync_failed:
             self._note(bits)
         self._let_go()
 
@@ -184,13 +200,23 @@ class Receiver:
             file = self._opened()
             file.seek(0)
             disk.write(file, self._store.layout.header)
-            sync(file, self._path)
+            self._sync(file)
         self._let_go()
         self._store.forget_index(self._index.round)
         rename_synced(self._path, self._store.path(self._index.round))
         self._store.put_index(self._index)
         remove(self._store.arrived_path(self._index.round))
         remove(self._store.wanted_path(self._index.round))
+
+    def _sync(self, file: BinaryIO) -> None:
+        """Once it has failed, this receiver notes nothing more: another sync would have nothing to do, and succeed."""
+        if self._sync_failed:
+            raise UserError(f"{self._path} could not be synced: what came since the last note is written again")
+        try:
+            sync(file, self._path)
+        except UserError:
+            self._sync_failed = True
+            raise
 
     def _opened(self) -> BinaryIO:
         if self._file is None:
@@ -213,7 +239,7 @@ class Receiver:
     def _note(self, bits: bytes) -> None:
         with self._noting:
             if self._file is not None:
-                sync(self._file, self._path)
+                self._sync(self._file)
                 record = Arrived(state_root=self._root, leaves=bits)
                 atomic_write(self._store.arrived_path(self._index.round), encode(record))
 

@@ -22,8 +22,8 @@ from spes_p2p.store.files import Disk
 
 T = TypeVar("T")
 
-FAILURES_BEFORE_STOP = 3
-"""How often a disk that stays broken fails before somebody ends the program."""
+FAILURES_MAX = 12
+"""How often a disk that stays broken fails before somebody ends the program, or repairs the disk."""
 
 _NEVER = 10**9
 _SQLITE_CODES = {errno.ENOSPC: sqlite3.SQLITE_FULL, errno.EIO: sqlite3.SQLITE_IOERR}
@@ -40,19 +40,37 @@ class Kind(enum.Enum):
     FULL_ONCE = "disk full, once"
     FAILS_ONCE = "input/output error, once"
     FULL = "disk full until the program is ended"
+    FAILS = "input/output errors until the program is ended"
+    FAILS_FOR_A_WHILE = "input/output errors until the disk is repaired, which the program lives to see"
 
     @property
     def errno(self) -> int:
         """The error of a failing effect, 0 where the program stops."""
-        return {Kind.STOP: 0, Kind.FAILS_ONCE: errno.EIO}.get(self, errno.ENOSPC)
+        return {Kind.STOP: 0, Kind.FULL_ONCE: errno.ENOSPC, Kind.FULL: errno.ENOSPC}.get(self, errno.EIO)
+
+    @property
+    def failures(self) -> int:
+        """How many effects fail one after another."""
+        return {Kind.STOP: 0, Kind.FULL_ONCE: 1, Kind.FAILS_ONCE: 1}.get(self, FAILURES_MAX)
+
+    @property
+    def stops(self) -> bool:
+        """Whether the program is stopped then."""
+        return self in (Kind.STOP, Kind.FULL, Kind.FAILS)
+
+    @property
+    def loses_power(self) -> bool:
+        """Whether the machine may go down when the program ends, and not it alone."""
+        return self.errno != errno.ENOSPC
 
 
 @dataclass
 class Faults:
     """Counts the effects under `root`, and lets the fault happen at the n-th.
 
-    What the next start may find is put into `left`: all that was written, as after `kill -9`; and where the program
-    was stopped by the fault also all that was synced, as after a power cut.
+    What the next start may find is put into `left`: all that was written, as after `kill -9`; and, unless the disk was
+    full, also all that was synced, as after a power cut. What a sync failed for is not synced by the next one: the
+    kernel has given it up and says so once.
     """
 
     root: Path
@@ -65,6 +83,7 @@ class Faults:
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _durable: dict[Path, bytes | None] = field(default_factory=dict)
     _synced: dict[int, bytes] = field(default_factory=dict)
+    _given_up: dict[int, bytearray] = field(default_factory=dict)
     _old: set[int] = field(default_factory=set)
 
     @property
@@ -84,11 +103,10 @@ class Faults:
                 raise Stopped
             self.effects.append(name)
             number = len(self.effects)
-            lasts = self.kind is Kind.FULL
-            if number == self.at + (FAILURES_BEFORE_STOP if lasts else 0) and self.kind in (Kind.STOP, Kind.FULL):
+            if self.kind.stops and number == self.at + self.kind.failures:
                 self._leave()
                 raise Stopped
-            if number == self.at or (lasts and number > self.at):
+            if self.at <= number < self.at + self.kind.failures:
                 return fail(self.kind.errno)
             return act()
 
@@ -100,7 +118,7 @@ class Faults:
 
     def _leave(self) -> None:
         shutil.copytree(self.root, self.killed, ignore=shutil.ignore_patterns("*-shm"))
-        if self.kind is Kind.STOP and self.at != _NEVER:
+        if self.kind.loses_power and self.at != _NEVER:
             shutil.copytree(self.killed, self.cut)
             for path, data in self._durable.items():
                 left = self.cut / path.relative_to(self.root)
@@ -120,9 +138,32 @@ class Faults:
         for path in paths:
             self._durable.setdefault(path, self._bytes_left(path) if path.exists() else None)
 
+    def forget(self, inode: int) -> None:
+        """A file is gone, and its number free for another one."""
+        self._synced.pop(inode, None)
+        self._given_up.pop(inode, None)
+        self._old.discard(inode)
+
+    def written(self, file: BinaryIO, start: int, size: int) -> None:
+        """Bytes of a file are written anew: the next sync is for them again."""
+        mask = self._given_up.get(os.fstat(file.fileno()).st_ino, bytearray())
+        end = min(start + size, len(mask))
+        mask[start:end] = bytes(max(0, end - start))
+
     def synced(self, file: BinaryIO) -> None:
-        """The bytes of a file are durable, under whatever name is."""
-        self._synced[os.fstat(file.fileno()).st_ino] = Path(file.name).read_bytes()
+        """The bytes of a file are durable, under whatever name is, but for those that were given up."""
+        inode, data = os.fstat(file.fileno()).st_ino, Path(file.name).read_bytes()
+        mask, before = self._given_up.get(inode, bytearray()), self._synced.get(inode, b"")
+        if any(mask):
+            old, lost = before.ljust(len(data), b"\0"), mask.ljust(len(data), b"\0")
+            data = bytes(b if gone else a for a, b, gone in zip(data, old, lost, strict=False))
+        self._synced[inode] = data
+
+    def not_synced(self, file: BinaryIO) -> None:
+        """The bytes of a file could not be written to the disk, and will not be unless they are written anew."""
+        inode, path = os.fstat(file.fileno()).st_ino, Path(file.name)
+        self._synced[inode] = self._bytes_left(path)
+        self._given_up[inode] = bytearray(b"\1" * path.stat().st_size)
 
     def synced_directory(self, directory: Path) -> None:
         """The names in a directory are durable; a new file that was not synced keeps half of its bytes."""
@@ -159,19 +200,32 @@ class FaultyDisk(Disk):
             super(FaultyDisk, self).write(file, data[: len(data) // 2])
             raise OSError(number, os.strerror(number), file.name)
 
-        self._faults.effect(f"write {Path(file.name).name}", lambda: super(FaultyDisk, self).write(file, data), fail)
+        def act() -> None:
+            start = file.tell()
+            super(FaultyDisk, self).write(file, data)
+            self._faults.written(file, start, len(data))
+
+        self._faults.effect(f"write {Path(file.name).name}", act, fail)
 
     def sync(self, file: BinaryIO) -> None:
         def act() -> None:
             file.flush()
             self._faults.synced(file)
 
-        self._effect("sync", Path(file.name), act)
+        def fail(number: int) -> None:
+            file.flush()
+            self._faults.not_synced(file)
+            raise OSError(number, os.strerror(number), file.name)
+
+        self._faults.effect(f"sync {Path(file.name).name}", act, fail)
 
     def rename(self, source: Path, target: Path) -> None:
         def act() -> None:
             self._faults.touch(source, target)
+            replaced = target.stat().st_ino if target.exists() else None
             super(FaultyDisk, self).rename(source, target)
+            if replaced is not None:
+                self._faults.forget(replaced)
 
         self._effect("rename to", target, act)
 
@@ -181,7 +235,9 @@ class FaultyDisk(Disk):
 
         def act() -> None:
             self._faults.touch(path)
+            inode = path.stat().st_ino
             super(FaultyDisk, self).unlink(path)
+            self._faults.forget(inode)
 
         self._effect("unlink", path, act)
 
