@@ -203,7 +203,7 @@ def _next_step(found: _Report) -> str:
         fetch = f"{start} {peer}".strip()
         return f"the manifest is fetched by: {fetch}\nto check the rest, end that again, and then: {again}"
     if any(finding.swarm for finding in findings):
-        return f"what is missing is fetched from the other peers by: {start}"
+        return f"what is missing and needed is fetched from the other peers by: {start}"
     return f"nothing is missing; go on with: {start}"
 
 

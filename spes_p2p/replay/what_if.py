@@ -54,6 +54,9 @@ def what_if(
     counted = contributions(step.before, step.value)
     changed = counted if without is None else _left(counted, without, round_number)
     other = manifest if alpha is None else _with_alpha(manifest, step.before, alpha)
+    blobs = run.blobs()
+    for section in (section for contribution in counted for section in contribution.sections):
+        blobs.verify(section.blob)
     tokens = token_data(run, allow_sources, report).heldout()
     with state_at(run, round_number, work=work, threads=threads, report=report) as (_, states, _):
 

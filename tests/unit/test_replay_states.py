@@ -177,6 +177,16 @@ def test_a_peer_may_be_named_by_the_end_of_its_id(
     assert ADA.peer_id not in found["changed"]["peers"]
 
 
+def test_a_damaged_blob_of_the_round_is_named(
+    played: RunLog, source: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy_log(played, tmp_path)
+    blob = steps_of(run)[1].value.headers[0].record.sections[0].blob  # type: ignore[union-attr]
+    flip_file(run.blobs().path(blob))
+    assert main(["what-if", str(run.path), "--round", "1", "--without", EVE.peer_id, *source]) == 1
+    assert f"blob_digest failed for {run.blobs().path(blob)}" in capsys.readouterr().err
+
+
 def test_the_comparison_is_a_table(played: RunLog, source: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["what-if", str(played.home), "--round", "1", "--without", EVE.peer_id, *source]) == 0
     out = capsys.readouterr().out
