@@ -33,6 +33,9 @@ KNOWN_MAX = 64
 CHAIN_BYTES_MAX = 2 * 1024 * 1024
 """A reply to CHAIN ends before it grows beyond this; the first record of it is always whole."""
 
+RESET_BYTES_MAX = 256 * 1024
+"""The envelope of a reset: with a table of 1024 members it has about half of this."""
+
 SNAPSHOTS_MAX = 1024
 """Rounds in one reply to SNAPSHOTS."""
 
@@ -73,11 +76,12 @@ class ChainEntry:
 class ChainReply:
     """Consecutive records, the first at position `first`.
 
-    `length` is how many the peer has in all, `resets` the number of its last reset.
+    `length` is how many the peer has in all. `reset` is the envelope of its last reset if that is at `first` or later,
+    else empty: whoever asks may have to read on to it to know that this ledger goes before its own.
     """
 
     first: Count
-    resets: Count
+    reset: Annotated[bytes, Size(0, RESET_BYTES_MAX)]
     entries: Annotated[tuple[ChainEntry, ...], Size(0, CHAIN_ENTRIES_MAX)]
     length: Count
 

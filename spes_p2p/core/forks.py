@@ -79,6 +79,12 @@ def _complement(id: bytes) -> bytes:
     return bytes(255 - byte for byte in id)
 
 
+def is_later_reset(manifest: Manifest, head: Head, reset: Signed[Reset]) -> bool:
+    """Whether a ledger with this reset goes before one with this head: the organizer's, and later than its last."""
+    record = reset.record
+    return reset.signer in manifest.organizer.keys and record.run_id == head.run_id and record.number > head.resets
+
+
 class Few(enum.Enum):
     """What to do with a commit of a few that a ledger offers."""
 

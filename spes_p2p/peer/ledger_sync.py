@@ -14,14 +14,15 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from spes_p2p.core.forks import strength_of
+from spes_p2p.core.forks import is_later_reset, strength_of
 from spes_p2p.core.members import Strength
+from spes_p2p.crypto.envelope import unseal
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer.sync import CALL_SECONDS, Report
 from spes_p2p.store.chain import Branch, Chain, Step
 from spes_protocols.codec import decode, encode, sha256
 from spes_protocols.errors import NetworkError, RemoteError
-from spes_protocols.messages import Commit, Sealed
+from spes_protocols.messages import Commit, Reset, Sealed
 from spes_protocols.requests import CHAIN, ChainEntry, ChainReply, ChainRequest
 
 LEDGER_SECONDS = 60.0
@@ -161,11 +162,12 @@ class LedgerReader:
         if branch is None:
             raise RemoteError("commit", "its ledger parts from ours too far back", peer)
         branch.add(entries[0].kind, entries[0].data)
-        # A reset further on counts more than where the branches part, and is worth reading on for.
+        # A reset further on counts more than where the branches part, and is worth reading on for, as far as its round.
         deadline = time.monotonic() + LEDGER_SECONDS
         rest = entries[1:]
         is_better = branch.is_better
-        while rest and (is_better or reply.resets > self._chain.head.resets):
+        goal = -1 if is_better else self._later_reset(peer, reply)
+        while rest and (is_better or branch.head.round <= goal):
             for entry in rest:
                 step = branch.check(entry.kind, entry.data)
                 if is_better and strength_of(step) == Strength.ANY:
@@ -173,10 +175,20 @@ class LedgerReader:
                 branch.take(step)
                 is_better = is_better or (step.opening is not None and branch.is_better)
                 await asyncio.sleep(0)
-            if is_better or time.monotonic() > deadline:
+            if is_better or branch.head.round > goal or time.monotonic() > deadline:
                 break
             rest = (await self._part(peer, (branch.head.id,))).entries
         return branch if is_better else None
+
+    def _later_reset(self, peer: str, reply: ChainReply) -> int:
+        """Round of the reset that makes a peer's ledger go before ours, -1 if it shows none.
+
+        Raises `RemoteError` if what it shows is no signed reset.
+        """
+        if not reply.reset:
+            return -1
+        reset = unseal(reply.reset, Reset, peer=peer)
+        return reset.record.round if is_later_reset(self._chain.manifest, self._chain.head, reset) else -1
 
 
 def id_of(entry: ChainEntry) -> bytes:

@@ -25,6 +25,7 @@ from spes_protocols.requests import (
     LEAVES,
     MANIFEST,
     PUSH,
+    RESET_BYTES_MAX,
     SNAPSHOTS,
     SNAPSHOTS_MAX,
     ChainEntry,
@@ -99,10 +100,10 @@ class Service:
                 entries.append(ChainEntry(kind=kind, data=data))
             if size > CHAIN_BYTES_MAX:
                 break
-        reply = ChainReply(
-            first=first, resets=self._chain.head.resets, entries=tuple(entries), length=self._chain.length
-        )
-        return encode(reply)
+        reset = self._chain.reset_from(first)
+        if sum(len(entry.data) for entry in entries) + len(reset) > CHAIN_BYTES_MAX + RESET_BYTES_MAX:
+            reset = b""  # a first record that leaves no room
+        return encode(ChainReply(first=first, reset=reset, entries=tuple(entries), length=self._chain.length))
 
     def _served_rounds(self) -> list[int]:
         """States that the ledger confirms; one that was applied and not agreed on is nobody's business."""

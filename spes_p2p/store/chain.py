@@ -140,6 +140,7 @@ class Chain(StoredLedger):
         self._partings: dict[bytes, Head] = {}  # heads that a better record may follow, however long ago
         self._ids = [self.head.id]
         self._positions = {self.head.id: 0}
+        self._reset_at: int | None = None  # position of the last reset
         for step in self.walk():
             self._take(step)
 
@@ -206,6 +207,12 @@ class Chain(StoredLedger):
         """How many records lead to a head, None if it is not one of this ledger."""
         return self._positions.get(id)
 
+    def reset_from(self, position: int) -> bytes:
+        """The envelope of the last reset if it is the record at a position or a later one, else nothing."""
+        if self._reset_at is None or self._reset_at < position:
+            return b""
+        return self.db.chain(self._reset_at, 1)[0][1]
+
     def branch(self, position: int) -> Branch | None:
         """A branch that leaves this ledger after so many records, None if that is too far back."""
         id = self._ids[position]
@@ -236,6 +243,8 @@ class Chain(StoredLedger):
 
     def _take(self, step: Step) -> None:
         self.head = step.after
+        if step.kind == "reset":
+            self._reset_at = self.length
         self._ids.append(step.after.id)
         self._positions[step.after.id] = self.length
         self._heads[step.after.id] = step.after

@@ -14,12 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from spes_p2p.core.forks import Few, Rank, given_up, judge_few, rank_of, strength_of
+from spes_p2p.core.forks import Few, Rank, given_up, is_later_reset, judge_few, rank_of, strength_of
 from spes_p2p.core.head import Head
 from spes_p2p.core.members import Strength
 from spes_p2p.core.views import Leniency
 from spes_p2p.store.chain import Branch
 from spes_protocols.errors import RemoteError
+from spes_protocols.messages import Reset, Signed
 from tests.sim.disk import Entry, state_key
 
 if TYPE_CHECKING:
@@ -169,9 +170,11 @@ class CatchingUp:
         disk = self._peer.disk
         first = disk.common(known)
         part = tuple(disk.chain[first : first + CHAIN_PART])
-        self._peer.send(sender, "entries", (number, first, part, disk.head.resets))
+        self._peer.send(sender, "entries", (number, first, part, disk.reset_from(first)))
 
-    def on_entries(self, sender: str, number: int, first: int, entries: tuple[Entry, ...], resets: int) -> None:
+    def on_entries(
+        self, sender: str, number: int, first: int, entries: tuple[Entry, ...], reset: Signed[Reset] | None
+    ) -> None:
         """An answer; one that nobody waits for is not looked at."""
         for asker, question in list(self._questions.items()):
             if question.asked.get(number) == sender:
@@ -180,7 +183,7 @@ class CatchingUp:
             return
         before, reads_on = self._peer.head.id, False
         try:
-            reads_on = self._take(sender, first, entries, resets)
+            reads_on = self._take(sender, first, entries, reset)
         except RemoteError as error:
             self._peer.log(f"refuses the ledger of {self._peer.world.label(sender)}: {error}")
         came = self._peer.head.id != before
@@ -195,7 +198,7 @@ class CatchingUp:
         else:
             self._close(sender, helped=came)
 
-    def _take(self, sender: str, first: int, entries: tuple[Entry, ...], resets: int) -> bool:
+    def _take(self, sender: str, first: int, entries: tuple[Entry, ...], reset: Signed[Reset] | None) -> bool:
         """Append what follows the head, or adopt a better branch; returns whether there may be more to read.
 
         Raises `RemoteError`; what was appended before it stays.
@@ -224,7 +227,8 @@ class CatchingUp:
             )
             peer.adopt(branch.steps)
             return True
-        if entries and resets > disk.head.resets:
+        is_later = reset is not None and is_later_reset(peer.manifest, disk.head, reset)
+        if entries and is_later and branch.head.round <= reset.record.round:
             self._branches[sender] = branch  # a reset further on counts more than where the branches part
             return True
         return False

@@ -134,6 +134,11 @@ class Disk:
             self._take(entry)
         self._undo.append((entries[0].kind, lambda: self._put_back(position, earlier)))
 
+    def reset_from(self, position: int) -> Signed[Reset] | None:
+        """The last reset, if it is the record at a position or a later one."""
+        openings = (entry.opening for entry in reversed(self.chain[position:]) if entry.kind == "reset")
+        return next(openings, None)
+
     def position_of(self, head_id: bytes) -> int | None:
         """How many records lead to a head, None if it is not on this ledger."""
         return self._positions.get(head_id)

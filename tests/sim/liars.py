@@ -16,7 +16,7 @@ from spes_p2p.core.head import Head
 from spes_p2p.core.ladder import Verdict
 from spes_p2p.core.ledger import advanced, commit_body
 from spes_protocols.codec import sha256
-from spes_protocols.messages import Commit, Header, Precommit, Prevote, Proposal, ProposedSet, Refusal, Signed
+from spes_protocols.messages import Commit, Header, Precommit, Prevote, Proposal, ProposedSet, Refusal, Reset, Signed
 from tests.sim.catching_up import CHAIN_PART, Presence
 from tests.sim.disk import Entry
 from tests.sim.peers import SimPeer
@@ -180,14 +180,15 @@ class Liar(SimPeer):
             first = self.disk.common(known)
             part = (*self.disk.chain[first : first + CHAIN_PART - 1], entry)
             self.log(f"answers {self.world.label(sender)} with a branch of its own")
-            self.send(sender, "entries", (number, first, part, self.head.resets))
+            self.send(sender, "entries", (number, first, part, self.disk.reset_from(first)))
             return
         if kind == "ask" and self._does("ledger", 0.5):
             number, known = content
             first = self.disk.common(known)
             part = tuple(self._altered(entry) for entry in self.disk.chain[first : first + CHAIN_PART])
             self.log(f"answers {self.world.label(sender)} with an altered ledger")
-            self.send(sender, "entries", (number, first, part, self.head.resets + self._random.choice((0, 1))))
+            reset = self._random.choice((self.disk.reset_from(first), self._reset()))
+            self.send(sender, "entries", (number, first, part, reset))
             return
         super().on_network(sender, kind, content)
 
@@ -200,6 +201,19 @@ class Liar(SimPeer):
     def offers(self, head: Head) -> bool:
         """Every state, whether it has it or not."""
         return self._does("heads") or super().offers(head)
+
+    def _reset(self) -> Signed[Reset]:
+        """A reset that no organizer has signed."""
+        head = self.head
+        record = Reset(
+            run_id=head.run_id,
+            number=head.resets + 1,
+            parent=head.id,
+            round=head.round,
+            state_root=head.state_root,
+            members=head.members,
+        )
+        return seal(record, self.name)
 
     def _usurped(self) -> Entry | None:
         """A commit that drops everybody else: its one vote is enough, where the others are believed to be gone."""

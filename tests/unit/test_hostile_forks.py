@@ -31,7 +31,7 @@ def test_a_ledger_that_goes_wrong_after_a_good_record_leaves_nobody_in_the_last_
             first = log.chain.common(decode(ChainRequest, request).known)
             entries = [ChainEntry(kind=kind, data=data) for kind, data in log.db.chain(first, 9)]
             entries.append(ChainEntry(kind="commit", data=b"\x80"))
-            return encode(ChainReply(first=first, resets=0, entries=tuple(entries), length=first + len(entries)))
+            return encode(ChainReply(first=first, reset=b"", entries=tuple(entries), length=first + len(entries)))
 
         log.close_round([log.header(ADA), log.header(BOB)])
         MemoryTransport(network, EVE).handle(CHAIN, good_then_bad)
@@ -113,7 +113,7 @@ def test_records_that_are_here_cost_no_signatures(tmp_path: Path, monkeypatch: p
     async def test(peer: Peer, network: dict[str, MemoryTransport]) -> None:
         async def from_the_beginning(sender: str, request: bytes) -> bytes:
             entries = tuple(ChainEntry(kind=kind, data=data) for kind, data in log.db.chain(0, 9))
-            return encode(ChainReply(first=0, resets=0, entries=entries, length=len(entries)))
+            return encode(ChainReply(first=0, reset=b"", entries=entries, length=len(entries)))
 
         def costly(*_: object) -> Step:
             raise AssertionError("a record was checked")

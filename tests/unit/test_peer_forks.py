@@ -20,10 +20,10 @@ from spes_p2p.store.blobs import BlobStore
 from spes_p2p.store.chain import Branch, Chain, Step
 from spes_p2p.store.ledger_db import LedgerDB
 from spes_protocols import manifest as m
-from spes_protocols.codec import digest, encode
+from spes_protocols.codec import decode, digest, encode
 from spes_protocols.errors import IntegrityError, RemoteError
 from spes_protocols.messages import Claim, Commit, Precommit, ProposedSet, Reset
-from spes_protocols.requests import KNOWN_MAX
+from spes_protocols.requests import CHAIN, KNOWN_MAX, ChainEntry, ChainReply, ChainRequest
 from tests.sim.records import make_header, make_manifest, next_root
 from tests.unit.hostile_support import MemoryTransport
 
@@ -344,6 +344,66 @@ def test_a_reset_further_on_counts_more_than_where_the_branches_part(lines: tupl
     assert compare(one, two) == Answer.BETTER
     assert read(one, two) == Read(6, 1)
     assert one.head == two.head
+
+
+def test_a_reset_is_found_behind_many_records(lines: tuple[Line, Line], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spes_p2p.peer.service.CHAIN_ENTRIES_MAX", 4)
+    one, two = lines
+    one.close()
+    two.close((0, 1, 2), drop=(3, 4))
+    for _ in range(10):
+        two.close((0, 1, 2))
+    two.reset(two.head, 1)
+    two.close((0, 1, 2))
+    assert read(one, two) == Read(13, 1)
+    assert one.head == two.head
+    assert (one.chain.reset_from(0), one.chain.reset_from(15)) == (two.db.chain(14, 1)[0][1], b"")
+    assert Chain(MANIFEST, RUN_ID, one.db).reset_from(14) == one.chain.reset_from(14)
+
+
+@pytest.mark.parametrize("shown", ["not the organizer's", "of another run", "no later than ours", "nothing"])
+def test_only_the_organizers_reset_has_a_worse_branch_read_on(lines: tuple[Line, Line], shown: str) -> None:
+    one, two = lines
+    goal = one.head
+    one.close()
+    one.reset(goal, 1)
+    two.close((0, 1, 2), drop=(3, 4))
+    for _ in range(10):
+        two.close((0, 1, 2))
+    record, key = a_reset(two.head, 2), ORGANIZER
+    if shown == "not the organizer's":
+        key = START_KEY
+    if shown == "of another run":
+        record = replace(record, run_id=bytes(32))
+    if shown == "no later than ours":
+        record = replace(record, number=1)
+    raw = b"" if shown == "nothing" else seal(record, key).raw
+    assert endless(one, two, raw) == (Answer.WORSE, 1)
+
+
+def test_reading_on_ends_at_the_round_of_the_reset(lines: tuple[Line, Line]) -> None:
+    one, two = lines
+    shown = seal(a_reset(two.close((0, 1, 2), drop=(3, 4)).after, 1), ORGANIZER).raw
+    one.close()
+    for _ in range(40):
+        two.close((0, 1, 2))
+    assert endless(one, two, shown) == (Answer.WORSE, 1)
+    with pytest.raises(RemoteError):
+        endless(one, two, b"no envelope")
+
+
+def endless(one: Line, two: Line, reset: bytes) -> tuple[Answer, int]:
+    """How a ledger that shows this reset compares, given four records at a time, and how often it was asked."""
+    mine, other = (MemoryTransport(members, peer) for members in [{}] for peer in PEERS[:2])
+
+    async def answer(sender: str, request: bytes) -> bytes:
+        first = two.chain.common(decode(ChainRequest, request).known)
+        entries = tuple(ChainEntry(kind=kind, data=data) for kind, data in two.db.chain(first, 4))
+        return encode(ChainReply(first=first, reset=reset, entries=entries, length=10**9))
+
+    other.handle(CHAIN, answer)
+    ledger = LedgerReader(cast(Any, mine), one.chain, lambda what, share: None)
+    return asyncio.run(ledger.compare(other.peer_id)), len(mine.calls)
 
 
 def test_of_two_starts_the_organizers_own_stands(tmp_path: Path) -> None:
