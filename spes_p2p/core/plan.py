@@ -24,9 +24,14 @@ MIB = 1024**2
 
 FP32, BF16 = 4, 2
 SCALE_BYTES = 4
+SMALL_ELEMENTS = 4096
+"""Tensors smaller than this keep fp32 moments (`model/moments.py`, as a test compares)."""
 
 LOSS_CHUNK_TOKENS: dict[Device, int] = {"cpu": 256, "cuda": 1024}
 """Tokens whose logits exist at once: those of `model.loss`, which a test compares."""
+
+ADAMW_SLICE_ELEMENTS = 2**22
+"""So many parameters at a time are widened where moments or gradients are narrow (`model.optim`, as a test compares)."""
 
 CUDA_FIXED_BYTES = 768 * MIB
 """The driver's context, cuBLAS' workspaces and what the allocator rounds up: on the card beside every tensor."""
@@ -43,15 +48,19 @@ RECORD_BYTES_PER_OWNER = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Parameters, and what each kind of keeping them takes in all: 8-bit blocks begin anew with each tensor."""
+    """Parameters, and what each kind of keeping them takes in all: 8-bit blocks begin anew with each tensor.
+
+    `small` of the parameters are in tensors whose moments stay in fp32, and not in `blocks`.
+    """
 
     parameters: int
     blocks: int
+    small: int
 
     def kept(self, form: str) -> int:
         """Bytes of these tensors as fp32, bf16 or int8 with one fp32 scale for each block (`core.engine.BLOCK`)."""
         if form == "int8":
-            return self.parameters + SCALE_BYTES * self.blocks
+            return self.parameters - self.small + SCALE_BYTES * self.blocks + FP32 * self.small
         return self.parameters * (BF16 if form == "bf16" else FP32)
 
 
@@ -85,7 +94,11 @@ def cut(model: Model, groups: int, owned: int) -> Cut:
         group = None if spec.section == SHARED else section_group(spec.section)
         sizes["shared" if group is None else "owned" if group < owned else "frozen"].append(spec.size)
     counts = {
-        kind: Counts(parameters=sum(found), blocks=sum(-(-size // BLOCK) for size in found))
+        kind: Counts(
+            parameters=sum(found),
+            blocks=sum(-(-size // BLOCK) for size in found if kind == "frozen" or size >= SMALL_ELEMENTS),
+            small=0 if kind == "frozen" else sum(size for size in found if size < SMALL_ELEMENTS),
+        )
         for kind, found in sizes.items()
     }
     return Cut(**counts, largest=max(size for found in sizes.values() for size in found))
@@ -140,7 +153,7 @@ def device_memory(
         moments=2 * (parts.shared.kept(engine.moments) + parts.owned.kept(engine.moments)),
         activations=activation_bytes(model, engine, tokens=at_once * length, device=device),
         logits=logits_bytes(model, tokens=at_once * length, device=device),
-        workspace=workspace_bytes(model, groups, owned, engine, tokens=at_once * length, device=device),
+        workspace=workspace_bytes(model, engine, tokens=at_once * length, device=device),
     )
 
 
@@ -184,23 +197,24 @@ def activation_bytes(model: Model, engine: Engine, *, tokens: int, device: Devic
 
 
 def logits_bytes(model: Model, *, tokens: int, device: Device) -> int:
-    """The loss of `model.loss`: a chunk of logits in fp32 (and in the compute dtype), the head in the compute dtype,
-    the head's gradient while it is summed and once more while it is scaled, the gradient of the hidden states.
+    """What the loss takes (`model/loss.py`).
+
+    A chunk of logits in fp32, and in the compute dtype where that is narrower; the output layer's gradient while it is
+    summed, in fp32, and where the compute dtype is narrower the layer itself and one chunk's gradient in it; the
+    gradient of the hidden states.
     """
     c, chunk, head = compute_bytes(device), min(tokens, LOSS_CHUNK_TOKENS[device]), model.vocab_size * model.hidden_size
     narrow = c if c != FP32 else 0
-    return chunk * model.vocab_size * (FP32 + narrow) + head * (2 * FP32 + narrow) + c * tokens * model.hidden_size
+    return chunk * model.vocab_size * (FP32 + narrow) + head * (FP32 + 2 * narrow) + c * tokens * model.hidden_size
 
 
-def workspace_bytes(model: Model, groups: int, owned: int, engine: Engine, *, tokens: int, device: Device) -> int:
-    """What comes and goes: gradients of one layer's activations, AdamW on its largest tensor, a card's fixed share."""
+def workspace_bytes(model: Model, engine: Engine, *, tokens: int, device: Device) -> int:
+    """What comes and goes: gradients of one layer's activations, or AdamW's slices in fp32; a card's fixed share."""
     c, rows = compute_bytes(device), tokens * model.num_experts_per_tok
     backward = c * (rows * (2 * model.hidden_size + 3 * model.intermediate_size) + 4 * tokens * model.hidden_size)
-    largest = cut(model, groups, owned).largest
-    step = (3 * FP32 * largest if engine.moments == "int8" else 0) or (
-        FP32 * largest if engine.gradients == "bf16" else 0
-    )
-    return max(backward, step) + (CUDA_FIXED_BYTES if device == "cuda" else 0)
+    largest_matrix = FP32 * model.hidden_size * model.intermediate_size
+    slices = 8 * FP32 * ADAMW_SLICE_ELEMENTS if engine.moments == "int8" or engine.gradients == "bf16" else 0
+    return max(backward + largest_matrix, slices) + (CUDA_FIXED_BYTES if device == "cuda" else 0)
 
 
 def step_flops_per_token(model: Model, groups: int, owned: int, sequence_length: int = 0) -> float:

@@ -70,10 +70,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """`grads[0]` is the scale of the sum; the second output carries no gradient."""
+        """`grads[0]` is the scale of the sum; the second output carries no gradient. Runs once: it scales in place."""
         grad_x_TD, grad_weight_VD = ctx.saved_tensors
         scale = grads[0]
-        return grad_x_TD * scale.to(grad_x_TD.dtype), (grad_weight_VD * scale).to(ctx.weight_dtype), None, None, None
+        grad_x_TD.mul_(scale.to(grad_x_TD.dtype))
+        # The weight is the model's largest tensor: its gradient is not made twice.
+        return grad_x_TD, grad_weight_VD.mul_(scale).to(ctx.weight_dtype), None, None, None
 
 
 def chunked_cross_entropy(

@@ -121,3 +121,11 @@ def test_combinations_are_all_there_are_once_each() -> None:
         assert len(set(engines)) == len(engines) == count
         assert engines[0] == default_engine(device)
     assert all(engine.frozen != "int8" for engine in combinations("cuda", Wish(grouped=True)))
+
+
+def test_the_constants_of_the_model_are_the_plans() -> None:
+    from spes_p2p.model import loss, moments, optim
+
+    assert loss.CHUNK_TOKENS == plan.LOSS_CHUNK_TOKENS
+    assert moments.INT8_ELEMENTS_MIN == plan.SMALL_ELEMENTS
+    assert optim.SLICE_ELEMENTS == plan.ADAMW_SLICE_ELEMENTS
