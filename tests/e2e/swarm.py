@@ -94,6 +94,19 @@ class Run:
     key_path: Path
 
 
+MODEL = manifest.Model(
+    vocab_size=257,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_experts=8,
+    num_experts_per_tok=2,
+    sequence_length=32,
+)
+CODECS = manifest.Codecs(shared="int4", group="int8")
+
+
 def make_run(
     folder: Path,
     *,
@@ -101,27 +114,20 @@ def make_run(
     min_peers: int = 4,
     per_peer: int = 1,
     steps: int = 12,
+    model: manifest.Model = MODEL,
+    codecs: manifest.Codecs = CODECS,
     **rounds: Any,
 ) -> Run:
     """A run whose model trains in seconds; `rounds` are fields of the manifest's round rules."""
     folder.mkdir(parents=True, exist_ok=True)
     key = Identity.generate()
-    model = manifest.Model(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_experts=8,
-        num_experts_per_tok=2,
-        sequence_length=32,
-    )
     rules: dict[str, Any] = {
         "grace_seconds": 3.0,
         "blob_seconds": 20.0,
         "propose_seconds": 3.0,
         "vote_seconds": 2.0,
         "lease_rounds": 2,
+        "phases": (manifest.Phase(from_step=0, steps=steps, batch_sequences=2),),
     }
     record = manifest.Manifest(
         name="e2e",
@@ -129,10 +135,8 @@ def make_run(
         model=model,
         ownership=manifest.Ownership(groups=groups, min_peers=min_peers, groups_per_peer_max=per_peer),
         optimizer=manifest.Optimizer(lr=3e-3, warmup_steps=20, total_steps=2000),
-        rounds=manifest.Rounds(
-            phases=(manifest.Phase(from_step=0, steps=steps, batch_sequences=2),), **(rules | rounds)
-        ),
-        codecs=manifest.Codecs(shared="int4", group="int8"),
+        rounds=manifest.Rounds(**(rules | rounds)),
+        codecs=codecs,
         data=make_data(folder),
         organizer=manifest.Organizer(keys=(key.peer_id,)),
         genesis_root=genesis_root(model, groups, 5),
