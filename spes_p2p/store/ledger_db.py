@@ -11,7 +11,7 @@ import contextlib
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from spes_p2p.store.files import make_directory
@@ -23,6 +23,8 @@ from spes_protocols.messages import ProposedSet, Sealed
 _VERSION = 2
 _BUSY_SECONDS = 30.0
 _ABANDONED_MAX = 4096
+ABANDONED_BYTES_MAX = 64 * 1024 * 1024
+"""What the records that were taken back may take: with few owners that is all 4096 of them, yet each may have 3 MiB."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS chain (
@@ -261,16 +263,19 @@ class LedgerDB:
     def replace_from(self, position: int, rows: Sequence[tuple[str, int, bytes, bytes]]) -> None:
         """Take back the chain from `position` on and append verified records (kind, round, id, bytes), all or nothing.
 
-        What is taken back is kept apart, the last 4096 records of it, for people who ask what became of it.
+        What is taken back is kept apart for people who ask what became of it: of all that ever was, the last 4096
+        records, or as many of them as `ABANDONED_BYTES_MAX` holds.
         """
         with self._writing() as db:
+            query = "SELECT position, length(bytes) FROM chain WHERE position >= ? ORDER BY position DESC"
+            first = max(position, _oldest_kept(db.execute(query, (position,))))  # what would go at once is not copied
             db.execute(
                 "INSERT INTO abandoned (position, kind, round, id, bytes) "
                 "SELECT position, kind, round, id, bytes FROM chain WHERE position >= ? ORDER BY position",
-                (position,),
+                (first,),
             )
-            query = "DELETE FROM abandoned WHERE number <= (SELECT max(number) FROM abandoned) - ?"
-            db.execute(query, (_ABANDONED_MAX,))
+            first = _oldest_kept(db.execute("SELECT number, length(bytes) FROM abandoned ORDER BY number DESC"))
+            db.execute("DELETE FROM abandoned WHERE number < ?", (first,))
             db.execute("DELETE FROM chain WHERE position >= ?", (position,))
             for kind, round, id, data in rows:
                 self._append(db, kind, round, id, data)
@@ -313,3 +318,14 @@ class LedgerDB:
         """The bytes of the commit of a round, None if there is none."""
         query = "SELECT bytes FROM chain WHERE kind = 'commit' AND round = ? ORDER BY position DESC LIMIT 1"
         return next(iter(self._bytes(query, round)), None)
+
+
+def _oldest_kept(rows: Iterable[tuple[int, int]]) -> int:
+    """Of (number, bytes) of records that were taken back, the newest first: the number of the oldest that is kept."""
+    kept, left = 0, ABANDONED_BYTES_MAX
+    for count, (number, size) in enumerate(rows):
+        left -= size
+        if left < 0 or count == _ABANDONED_MAX:
+            return number + 1
+        kept = number
+    return kept

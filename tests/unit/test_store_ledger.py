@@ -151,6 +151,21 @@ def test_records_are_taken_back_for_others_all_at_once(path: Path) -> None:
         assert ledger.commit(1) == b"old 2"
 
 
+def test_what_was_taken_back_is_bounded_in_bytes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spes_p2p.store.ledger_db.ABANDONED_BYTES_MAX", 1000)
+    old, new = ([bytes([first + n]) * 300 for n in range(5)] for first in (0, 100))
+    with LedgerDB(tmp_path / "ledger.sqlite") as ledger:
+        for round, data in enumerate(old):
+            ledger.append_commit(data, round, sha256(data))
+        ledger.replace_from(5, [])
+        assert ledger.abandoned() == []
+        ledger.replace_from(0, [("commit", round, sha256(data), data) for round, data in enumerate(new)])
+        assert [data for _, data in ledger.abandoned()] == old[2:], "the oldest of one branch"
+        ledger.replace_from(4, [])
+        assert [data for _, data in ledger.abandoned()] == [*old[3:], new[4]], "then those of an earlier one"
+        assert ledger.length() == 4
+
+
 def filled(path: Path) -> bytes:
     """A closed ledger with enough in it to have several pages; the bytes of its file."""
     with LedgerDB(path) as ledger:
