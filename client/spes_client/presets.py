@@ -16,9 +16,9 @@ from typing import Any
 from spes_client.mixtures import FILL_IN, NEMOTRON, SLIMPAJAMA, WEB_AND_OLMO, Mixture, data_tables
 from spes_protocols.codec import to_plain
 from spes_protocols.errors import UserError
-from spes_protocols.manifest import Data
+from spes_protocols.manifest import Data, Model
 
-__all__ = ["FILL_IN", "PRESETS", "new_manifest"]
+__all__ = ["FILL_IN", "PRESETS", "UPCYCLED", "new_manifest"]
 
 LATE_SHARE = 0.3
 """The last share of the tokens, for which the paper's large runs halve each node's batch and set H to 50."""
@@ -131,7 +131,9 @@ _7B: dict[str, Any] = {
 _9B: dict[str, Any] = {
     **_PUBLISHED,
     "name": "9b",
-    "description": "The 9B model of the SPES paper, upcycled from Qwen3-1.7B: 8 experts, top-2.",
+    "description": "The 9B model of the SPES paper, upcycled from a dense Qwen3: 8 experts, top-2.",
+    "genesis": "snapshot",
+    "genesis_root": FILL_IN,
     "model": {
         "vocab_size": 151_936,
         "hidden_size": 2048,
@@ -209,12 +211,14 @@ def new_manifest(
     data: Data | None = None,
     nodes: int | None = None,
     tokens: int | None = None,
+    model: Model | None = None,
 ) -> dict[str, Any]:
     """A manifest as nested dicts, for `manifest_toml.render`; without `data` its tables hold `FILL_IN`.
 
     `nodes`: for a run of so many nodes: a group for each, and the published batch of a step divided among them
     (default: the preset's groups, and its published number of nodes). `tokens`: length of the run (default: the
-    preset's). Raises `UserError` for an unknown preset, or nodes and tokens that it cannot be cut for.
+    preset's). `model` replaces the preset's architecture (an upcycled checkpoint's). Raises `UserError` for an unknown
+    preset, or nodes and tokens that it cannot be cut for.
     """
     if preset not in PRESETS:
         raise UserError(f"no preset {preset!r}; expected one of {', '.join(PRESETS)}")
@@ -222,6 +226,8 @@ def new_manifest(
     plain["name"] = name or plain["name"]
     plain["seed"] = seed
     plain["data"] = data_tables(_MIXTURES.get(preset, ())) if data is None else to_plain(data)
+    if model is not None:
+        plain["model"] = to_plain(model)
     if nodes is not None:
         groups = _groups(plain["model"]["num_experts"], nodes)
         plain["ownership"] = {"groups": groups, "min_peers": groups}
@@ -242,5 +248,8 @@ def _preset(plain: dict[str, Any]) -> dict[str, Any]:
     _schedule(whole, _PLANS[plain["name"]], None, None)
     return whole
 
+
+UPCYCLED = ("9b",)
+"""Presets whose first weights come from a dense checkpoint."""
 
 PRESETS: dict[str, dict[str, Any]] = {plain["name"]: _preset(plain) for plain in (_TINY, _1B, _2B, _7B, _9B)}

