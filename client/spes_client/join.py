@@ -37,7 +37,7 @@ def build_parser() -> Parser:
         "--groups",
         metavar="N",
         type=whole_number(0, 1024),
-        help="expert groups to own (default: what the run allows; 0: stand by)",
+        help="expert groups to own (default: as many as the run allows and fit; 0: stand by)",
     )
     _network_flags(parser)
     _machine_flags(parser)
@@ -88,7 +88,7 @@ def _machine_flags(parser: Parser) -> None:
         "--micro-batch",
         type=whole_number(1, 65536),
         metavar="N",
-        help="sequences at a time on the device (default: a step's whole batch)",
+        help="sequences at a time on the device (default: as many as fit)",
     )
     _engine_flags(parser)
     flag(
@@ -182,10 +182,11 @@ def _join(args: argparse.Namespace) -> int:
 
 
 async def _run(options: PeerOptions, live: bool) -> None:
+    from spes_client.fitting import fit
     from spes_p2p.peer.program import open_peer, run_until_done
 
     view = _View(live)
-    async with open_peer(options, None, view.say) as (peer, reached):
+    async with open_peer(options, None, view.say, fit=fit) as (peer, reached):
         view.show(peer)
         try:
             await run_until_done(peer, reached, view.say)

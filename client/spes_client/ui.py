@@ -191,7 +191,7 @@ def run_program(body: Callable[[], int]) -> int:
         hint = "; check whose it is, and its rights" if isinstance(error, PermissionError) else ""
         return _failed(f"{where}{error.strerror or error}{hint}", EXIT_USAGE)
     except Exception as error:
-        hint = "" if _debugging() else "; run again with SPES_DEBUG=1 for the traceback"
+        hint = "" if debugging() else "; run again with SPES_DEBUG=1 for the traceback"
         return _failed(f"internal error: {type(error).__name__}: {error}{hint}", EXIT_CHECK_FAILED)
 
 
@@ -218,13 +218,14 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 def _failed(message: str, code: int) -> int:
-    if _debugging():
+    if debugging():
         traceback.print_exc()
     print(f"error: {one_line(message)}", file=sys.stderr)
     return code
 
 
-def _debugging() -> bool:
+def debugging() -> bool:
+    """Whether tracebacks are to be shown."""
     return os.environ.get("SPES_DEBUG", "").lower() in _TRUE
 
 

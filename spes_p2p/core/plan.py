@@ -31,7 +31,7 @@ LOSS_CHUNK_TOKENS: dict[Device, int] = {"cpu": 256, "cuda": 1024}
 """Tokens whose logits exist at once: those of `model.loss`, which a test compares."""
 
 ADAMW_SLICE_ELEMENTS = 2**22
-"""So many parameters at a time are widened where moments or gradients are narrow (`model.optim`, as a test compares)."""
+"""Parameters widened at a time where moments or gradients are narrow (`model.optim`, as a test compares)."""
 
 CUDA_FIXED_BYTES = 768 * MIB
 """The driver's context, cuBLAS' workspaces and what the allocator rounds up: on the card beside every tensor."""
@@ -39,8 +39,9 @@ CUDA_FIXED_BYTES = 768 * MIB
 PROCESS_BYTES: dict[Device, int] = {"cpu": 512 * MIB, "cuda": 2048 * MIB}
 """A trainer's process before it has a tensor: Python, torch and, for a card, CUDA's libraries."""
 
-PEER_PROCESSES_BYTES = 768 * MIB
-"""The peer, its worker and the network daemon together, without the tensor at hand."""
+PEER_PROCESSES_BYTES = 448 * MIB
+"""The peer, its worker and the network daemon together, without the tensor at hand: with a trainer's process about what
+a volunteer of the demo takes (docs/benchmarks.md)."""
 
 RECORD_BYTES_PER_OWNER = 1000
 """Of a commit: an owner's header, signed vote and row in the member table. With four owners a commit has 3.9 kB."""

@@ -38,18 +38,25 @@ log = logging.getLogger(__name__)
 log.setLevel(logging.INFO)
 
 Say = Callable[[str], None]
+Fit = Callable[[Manifest, PeerOptions, Say], PeerOptions]
+"""Completes what the options leave open, once it is known what run it is."""
 
 
 @contextlib.asynccontextmanager
 async def open_peer(
-    options: PeerOptions, manifest_path: Path | None, say: Say, *, genesis_path: Path | None = None
+    options: PeerOptions,
+    manifest_path: Path | None,
+    say: Say,
+    *,
+    genesis_path: Path | None = None,
+    fit: Fit | None = None,
 ) -> AsyncIterator[tuple[Peer, list[str]]]:
     """A connected peer that knows its run, with the peers it reached; `Peer.run` does the rest.
 
     `manifest_path` is a signed manifest on this machine (an organizer's bootstrap); else the run is what
     `options.peers` serve, or the one this home already follows. `genesis_path` is the file with the first state of a
-    run that does not begin with its seed (default: the one beside the manifest). Raises `UserError` or `NetworkError`
-    with one line for a person.
+    run that does not begin with its seed (default: the one beside the manifest). `fit` completes the options
+    for that run on this machine. Raises `UserError` or `NetworkError` with one line for a person.
     """
     wanted = joining.expected_run(options.peers)
     known = joining.open_known(options.home, wanted)
@@ -76,6 +83,8 @@ async def open_peer(
         await asyncio.to_thread(joining.give_first_state, run_dir, manifest_path, genesis_path, say)
         stack.enter_context(logging_to(run_dir.log_path))
         say(joining.introduction(run_dir.manifest))
+        if fit is not None:
+            options = fit(run_dir.manifest.record, options, _logged(say))
         yield Peer(options, identity, run_dir, transport, _logged(say)), reached
 
 

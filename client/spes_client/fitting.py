@@ -1,0 +1,120 @@
+"""`spes-join` on this machine: how many groups, how many sequences at once, and how the trainer keeps what it has.
+
+The manifest and the machine --> `core.choice` --> the peer's options, and a line or two that say what was chosen. What
+the person asked for stays, and is told where it does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from spes_client import measured, ui
+from spes_client.machine import Machine, look
+from spes_client.subject import Subject, of_manifest
+from spes_p2p.core import plan
+from spes_p2p.core.choice import Choice, Wish, choose, in_words
+from spes_p2p.core.plan import GIB, Device
+from spes_protocols.errors import UserError
+
+if TYPE_CHECKING:
+    from spes_p2p.peer.options import PeerOptions
+    from spes_protocols.manifest import Manifest
+
+
+def fit(manifest: Manifest, options: PeerOptions, say: Callable[[str], None]) -> PeerOptions:
+    """The options with everything chosen that was left open, so that the run fits into this machine.
+
+    Raises `UserError` if nothing does, and nothing was asked for that should be tried all the same.
+    """
+    subject, machine = of_manifest(manifest), look(options.home)
+    wanted = options.trainer.device
+    device: Device = machine.device if wanted == "auto" else "cuda" if wanted == "cuda" else "cpu"
+    if device == "cuda" and machine.card is None:
+        return options  # its driver does not say what it has: the trainer will find out
+    wish = replace(options.trainer.engine, groups=options.groups)
+    choice = _choice(subject, machine, device, wish)
+    for line in _lines(subject, machine, device, wish, choice):
+        say(line)
+    known = measured.load(options.home)
+    if known is not None and (known.rates.device == device):
+        line = _seconds_line(subject, known, choice)
+        if line:
+            say(line)
+    engine = choice.engine
+    chosen = Wish(
+        groups=wish.groups,
+        frozen=engine.frozen,
+        moments=engine.moments,
+        gradients=engine.gradients,
+        recompute=engine.recompute,
+        micro_batch=engine.micro_batch,
+        compile=engine.compile,
+        grouped=engine.grouped,
+    )
+    groups = choice.owned if options.groups is None and choice.owned < _owned_max(subject) else options.groups
+    return replace(options, groups=groups, trainer=replace(options.trainer, engine=chosen))
+
+
+def _owned_max(subject: Subject) -> int:
+    return min(subject.ownership.per_peer_max, subject.groups)
+
+
+def _choice(subject: Subject, machine: Machine, device: Device, wish: Wish) -> Choice:
+    """What fits beside the peer itself; on a CPU, if nothing does, what fits without it, for that is an allowance."""
+    owned_max = _owned_max(subject)
+    free = machine.device_bytes(device)
+    beside = plan.host_bytes(subject.model, subject.groups, owned_max, device=device) if device == "cpu" else 0
+
+    def within(bytes_free: int) -> Choice:
+        return choose(
+            subject.model, subject.groups, wish, device=device, device_bytes=bytes_free, owned_max=owned_max,
+            sequences=max(phase.batch_sequences for phase in subject.phases),
+        )  # fmt: skip
+
+    choice = within(free - beside)
+    return choice if choice.fits or not beside else within(free)
+
+
+def _lines(subject: Subject, machine: Machine, device: Device, wish: Wish, choice: Choice) -> list[str]:
+    """What was chosen and why. Raises `UserError` where nothing fits and nothing was asked for."""
+    place = _place(machine, device)
+    ways = _ways(subject, device, choice)
+    needs = f"needs {choice.memory.total / GIB:.1f} GiB"
+    if choice.fits:
+        lines = [f"{place}: {ways}; {needs}"]
+        host = plan.host_bytes(subject.model, subject.groups, choice.owned, device=device)
+        host += choice.memory.total if device == "cpu" else 0
+        if host > machine.host_free_bytes:
+            free = machine.host_free_bytes / GIB
+            lines.append(f"memory is tight: all of the peer needs about {host / GIB:.1f} GiB, and {free:.1f} are free")
+        return lines
+    if not wish.asks_for_memory:
+        raise UserError(
+            f"this run does not fit into this machine. {place}, and the least there is {needs}: {ways}. "
+            f"Join on a machine with more, or try it all the same with flags of your own, such as --groups 0"
+        )
+    other = _choice(subject, machine, device, Wish(compile=wish.compile, grouped=wish.grouped))
+    would = f"this would fit: {_ways(subject, device, other)}" if other.fits else "nothing would fit"
+    return [f"{place}: what you asked for {needs} and may run out of memory ({ways}); {would}"]
+
+
+def _place(machine: Machine, device: Device) -> str:
+    if device == "cuda" and machine.card is not None:
+        total, free = machine.card.total_bytes / GIB, machine.card.free_bytes / GIB
+        return f"{ui.one_line(machine.card.name)}, {free:.1f} of {total:.1f} GiB free"
+    return f"CPU, {machine.host_free_bytes / GIB:.1f} GiB of memory free"
+
+
+def _ways(subject: Subject, device: Device, choice: Choice) -> str:
+    sequences = max(phase.batch_sequences for phase in subject.phases)
+    groups = f"{choice.owned} group{'' if choice.owned == 1 else 's'}" if choice.owned else "no group, as a standby"
+    return ", ".join([groups, *in_words(choice.engine, device, sequences)])
+
+
+def _seconds_line(subject: Subject, known: measured.Measured, choice: Choice) -> str:
+    from spes_client.plan import apply_text, step_text
+
+    step = step_text(subject, known, choice.owned)
+    return f"a round's steps take about {step}; applying it {apply_text(subject, known)}" if step else ""

@@ -1,0 +1,117 @@
+"""What this machine has: the card and its memory, the host's memory, free disk. Asks the system, never torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from spes_p2p.core.plan import Device
+
+_NVIDIA_SMI_SECONDS = 20.0
+_MEBIBYTE = 1024**2
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP_LIMITS = (
+    (_CGROUP / "memory.max", _CGROUP / "memory.current", _CGROUP / "memory.stat"),
+    (
+        _CGROUP / "memory" / "memory.limit_in_bytes",
+        _CGROUP / "memory" / "memory.usage_in_bytes",
+        _CGROUP / "memory" / "memory.stat",
+    ),
+)
+"""Files with a container's limit, what it uses, and how much of that is cache: of version 2, and of version 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A GPU as its driver describes it, bytes. What other programs hold of it is not free."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Memory and disk in bytes; `card` is the first that CUDA would use, None without one."""
+
+    card: Card | None
+    host_total_bytes: int
+    host_free_bytes: int
+    disk_free_bytes: int
+    cores: int
+
+    @property
+    def device(self) -> Device:
+        """Where a trainer works by itself."""
+        return "cpu" if self.card is None else "cuda"
+
+    def device_bytes(self, device: Device) -> int:
+        """What a trainer may fill there."""
+        return self.card.free_bytes if device == "cuda" and self.card is not None else self.host_free_bytes
+
+
+def look(directory: Path) -> Machine:
+    """This machine now; free disk is that of `directory`, or of the nearest parent that exists."""
+    total, free = _host_memory()
+    return Machine(
+        card=find_card(),
+        host_total_bytes=total,
+        host_free_bytes=free,
+        disk_free_bytes=shutil.disk_usage(_existing(directory)).free,
+        cores=len(os.sched_getaffinity(0)),
+    )
+
+
+def find_card() -> Card | None:
+    """The first card that CUDA would use, by `nvidia-smi`; None where there is none, or none that answers."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    wanted = visible.split(",")[0].strip() if visible is not None else "0"
+    program = shutil.which("nvidia-smi")
+    if program is None or wanted in ("", "-1"):
+        return None
+    command = [program, "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits", "-i", wanted]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return parse_card(done.stdout) if done.returncode == 0 else None
+
+
+def parse_card(text: str) -> Card | None:
+    """The card in the first line of `nvidia-smi`'s answer (name, MiB in all, MiB free); None if that is no such line.
+
+    A card whose memory is shared with the host says `[N/A]`.
+    """
+    fields = [field.strip() for field in (text.splitlines() or [""])[0].rsplit(",", 2)]
+    try:
+        name, total, free = fields[0], int(fields[1]), int(fields[2])
+    except (IndexError, ValueError):
+        return None
+    return Card(name=name, total_bytes=total * _MEBIBYTE, free_bytes=free * _MEBIBYTE)
+
+
+def _host_memory() -> tuple[int, int]:
+    """(all, available) bytes of the host, or of the container's limit where that is less."""
+    lines = dict(line.split(":", 1) for line in _MEMINFO.read_text(encoding="ascii").splitlines() if ":" in line)
+    total, free = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    for limit_path, used_path, stat_path in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            limit, used = int(limit_path.read_text()), int(used_path.read_text())
+            stat = dict(line.split() for line in stat_path.read_text().splitlines())
+            cache = int(stat.get("inactive_file", stat.get("total_inactive_file", 0)))
+            if limit < total:
+                return limit, min(free, max(0, limit - used + cache))
+    return total, free
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path

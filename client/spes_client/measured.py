@@ -1,0 +1,142 @@
+"""What `spes bench` measured on this machine, in a file of the home directory, and what follows from it.
+
+<home>/bench.json    one JSON object, replaced whole; a file of another version counts as none
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spes_p2p.core.plan import Device, step_flops_per_token
+from spes_protocols.codec import from_plain, to_plain
+from spes_protocols.errors import SchemaError
+from spes_protocols.manifest import Model
+
+FILE = "bench.json"
+VERSION = 1
+_BYTES_MAX = 1024 * 1024
+_STEPS_KEPT = 16
+
+REFERENCE_APPLY_BYTES_PER_SECOND = 0.5e9
+"""Rate of `apply` where this machine's is not known: two cores of a server, see docs/benchmarks.md."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """The machine itself. Bytes and operations per second; `apply` in the bytes of `core.plan.apply_work_bytes`.
+
+    `matmul_flops` is the best of square products in the dtype that the device computes in; `adamw_elements` are
+    parameters stepped in a second; `fsync_seconds` is the median of small writes.
+    """
+
+    device: Device
+    device_name: str
+    threads: int
+    matmul_flops: float
+    adamw_elements: float
+    apply_bytes: float
+    disk_write_bytes: float
+    disk_read_bytes: float
+    fsync_seconds: float
+    hash_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One model's step on it: seconds of forward and backward pass for a token, and how that was found out."""
+
+    name: str
+    model: Model
+    groups: int
+    owned: int
+    seconds_per_token: float
+    tokens_at_once: int
+    how: str
+    measured_at: float
+
+    def flops_per_token(self) -> float:
+        """Operations that a token needs, see `core.plan`."""
+        return step_flops_per_token(self.model, self.groups, self.owned)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """All that is known. Times are seconds since 1970."""
+
+    rates: Rates
+    measured_at: float
+    steps: tuple[Step, ...] = field(default=())
+
+    def step_of(self, model: Model) -> Step | None:
+        """The measurement of this very model, if there is one."""
+        return next((step for step in self.steps if step.model == model), None)
+
+    def mfu(self, step: Step) -> float:
+        """The share of the matrix products' peak that a step's needed operations reach."""
+        return step.flops_per_token() / step.seconds_per_token / self.rates.matmul_flops
+
+    def tokens_per_second(self, model: Model, groups: int, owned: int, trained: int, batch_tokens: int) -> float | None:
+        """Throughput of steps of `batch_tokens` tokens that train `trained` parameters, AdamW included.
+
+        Of a model that was not measured: as if it reached the peak's share of the one measured last. None without any.
+        """
+        step = self.step_of(model) or (self.steps[0] if self.steps else None)
+        if step is None:
+            return None
+        per_token = step.seconds_per_token * step_flops_per_token(model, groups, owned) / step.flops_per_token()
+        return batch_tokens / (batch_tokens * per_token + trained / self.rates.adamw_elements)
+
+    def with_step(self, step: Step) -> Measured:
+        """The same with a step in place of an older one of its model, the newest first."""
+        others = [other for other in self.steps if other.model != step.model]
+        return Measured(rates=self.rates, measured_at=self.measured_at, steps=(step, *others)[:_STEPS_KEPT])
+
+
+def load(home: Path) -> Measured | None:
+    """What was measured here; None if nothing was, or not in a form that is understood."""
+    try:
+        with (home / FILE).open("rb") as file:
+            plain = json.loads(file.read(_BYTES_MAX))
+        if plain.pop("version") != VERSION:
+            return None
+        steps = tuple(_step(each) for each in plain["steps"])
+        rates = Rates(**plain["rates"])
+        measured = Measured(rates=rates, measured_at=float(plain["measured_at"]), steps=steps)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, SchemaError):
+        return None
+    numbers = [value for name, value in asdict(rates).items() if name not in ("device", "device_name")]
+    numbers += [step.seconds_per_token for step in steps]
+    return measured if all(isinstance(value, int | float) and value > 0 for value in numbers) else None
+
+
+def save(home: Path, measured: Measured) -> None:
+    """Write it, whole or not at all. Raises `UserError` where the disk refuses."""
+    from spes_p2p.store.files import atomic_write, make_directory
+
+    make_directory(home)
+    plain = {"version": VERSION, **asdict(measured)}
+    plain["steps"] = [{**asdict(step), "model": to_plain(step.model)} for step in measured.steps]
+    atomic_write(home / FILE, json.dumps(plain, indent=2).encode() + b"\n")
+
+
+def rate_text(per_second: float) -> str:
+    """A number of tokens a second for people: `1 230`, `4.56`."""
+    return f"{per_second:,.0f}".replace(",", " ") if per_second >= 100 else f"{per_second:.3g}"
+
+
+def age_text(measured_at: float) -> str:
+    """How long ago, for people: `just now`, `3 hours ago`."""
+    seconds = max(0.0, time.time() - measured_at)
+    for unit, size in (("day", 86_400), ("hour", 3600), ("minute", 60)):
+        count = int(seconds // size)
+        if count:
+            return f"{count} {unit}{'' if count == 1 else 's'} ago"
+    return "just now"
+
+
+def _step(plain: dict[str, Any]) -> Step:
+    return Step(**{**plain, "model": from_plain(Model, plain["model"])})

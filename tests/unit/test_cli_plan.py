@@ -1,0 +1,272 @@
+"""`spes plan`, `spes bench` and what `spes-join` chooses: figures, tables that fit, files that are not trusted."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spes_client import bench, fitting, machine, measured
+from spes_client.machine import Card, Machine, parse_card
+from spes_client.measured import Measured, Rates, Step
+from spes_client.presets import new_manifest
+from spes_client.subject import Subject, of_preset
+from spes_p2p.core.choice import Wish
+from spes_p2p.core.plan import GIB
+from spes_p2p.peer.options import PeerOptions
+from spes_p2p.peer.trainer_link import TrainerOptions
+from spes_protocols.errors import UserError
+from spes_protocols.manifest import Manifest
+from tests.unit.cli_support import Spes, complete
+from tests.unit.model_support import MODEL
+
+RATES = Rates(
+    device="cpu", device_name="cpu", threads=1, matmul_flops=1e11, adamw_elements=1e9, apply_bytes=4e8,
+    disk_write_bytes=1e8, disk_read_bytes=1e9, fsync_seconds=0.01, hash_bytes=4e8,
+)  # fmt: skip
+
+
+@pytest.fixture
+def spes(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spes:
+    monkeypatch.setenv("SPES_HOME", str(tmp_path / "home"))
+    return Spes(capsys)
+
+
+def a_machine(*, card_gib: float = 0.0, host_gib: float = 64.0) -> Machine:
+    """A machine with a card of so much memory, half a GiB of it in use."""
+    card = Card(name="Card 9", total_bytes=int(card_gib * GIB), free_bytes=int((card_gib - 0.5) * GIB))
+    return Machine(
+        card=card if card_gib else None, host_total_bytes=int(host_gib * GIB), host_free_bytes=int(host_gib * GIB),
+        disk_free_bytes=10**12, cores=8,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("preset", "at_most"), [("1b", 3.3), ("2b", 5.2), ("7b", 16.0)])
+def test_the_published_models_at_16_nodes(spes: Spes, preset: str, at_most: float) -> None:
+    found = spes("plan", "--preset", preset, "--nodes", 16, "--json").json
+    assert (found["nodes"], found["groups"], found["groups_owned"]) == (16, 16, 1)
+    options = found["options"]
+    assert len(options) == 3 * 2 * 2 * 2
+    smallest = min(options, key=lambda option: option["total_gib"])
+    assert (smallest["frozen"], smallest["moments"], smallest["gradients"]) == ("int8", "int8", "bf16")
+    assert smallest["total_gib"] <= at_most
+    for option in options:
+        parts = [option[f"{name}_gib"] for name in ("weights", "gradients", "moments")]
+        assert option["total_gib"] == pytest.approx(sum(parts)) and option["device_gib"] > option["total_gib"]
+    traffic = found["traffic_bytes_per_round"]
+    assert traffic["sent"] == 15 * traffic["contribution"] == traffic["received"]
+    assert found["rounds"] > 100 and found["log_run_bytes"] > found["rounds"] * traffic["received"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--preset", "7b", "--nodes", 16], ["--preset", "9b", "--all", "--device", "cpu"]]
+)
+def test_the_table_fits_into_80_columns(spes: Spes, arguments: list[object]) -> None:
+    lines = spes("plan", *arguments).out.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("frozen"))
+    table = lines[first : lines.index("", first)]
+    assert len(table) in (4, 5, 25) and max(map(len, table)) <= 80
+    assert max(len(line) for line in lines[:first]) <= 80
+
+
+def test_of_a_manifest_that_is_not_finished_and_of_other_numbers(spes: Spes, tmp_path: Path) -> None:
+    from spes_client.manifest_toml import render
+
+    path = tmp_path / "run.toml"
+    path.write_text(render(new_manifest("1b")))
+    found = spes(
+        "plan", "--manifest", path, "--groups", 8, "--nodes", 4, "--seq", 512, "--micro-batch", 3, "--json"
+    ).json
+    assert (found["groups"], found["groups_owned"], found["sequence_length"]) == (8, 2, 512)
+    assert found["sequences_at_a_time"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "no run at "),
+        (["--preset", "3b"], "no preset '3b'"),
+        (["--preset", "tiny", "--manifest", "run.toml"], "not both"),
+        (
+            ["--preset", "tiny", "--groups", "5"],
+            "cannot be divided into 5 groups; use one of 1, 2, 4, 8, 16",
+        ),
+        (["--manifest", "nowhere.toml"], "no file nowhere.toml"),
+        (["--preset", "tiny", "--seq", "0"], "expected a whole number from 8"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(spes: Spes, arguments: list[str], words: str) -> None:
+    result = spes("plan", *arguments)
+    assert result.code == 2 and words in result.error
+
+
+def test_a_manifest_with_a_wrong_table_is_named(spes: Spes, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('name = "x"\n[model]\nvocab_size = -4\n[ownership]\ngroups = 1\nmin_peers = 1\n')
+    assert "model.vocab_size" in spes("plan", "--manifest", path).error
+    path.write_text("model = 3\n")
+    assert "model = 3" in spes("plan", "--manifest", path).error
+
+
+def known(subject: Subject, seconds_per_token: float = 1e-3) -> Measured:
+    """As if it had been measured just now."""
+    step = Step(
+        name=subject.name, model=subject.model, groups=subject.groups, owned=1, seconds_per_token=seconds_per_token,
+        tokens_at_once=64, how="the whole model", measured_at=measured.time.time(),
+    )  # fmt: skip
+    return Measured(rates=RATES, measured_at=step.measured_at, steps=(step,))
+
+
+def test_what_was_measured_is_kept_and_used(spes: Spes, tmp_path: Path) -> None:
+    home, subject = tmp_path / "home", of_preset("tiny")
+    saved = known(subject)
+    measured.save(home, saved)
+    assert measured.load(home) == saved
+    text = spes("plan", "--preset", "tiny").out
+    assert "at 400 MB/s, measured here just now" in text and "20 steps at" in text and "measured on cpu" in text
+    assert "reckoned from tiny" in spes("plan", "--preset", "1b").out
+    table = spes("bench", "--preset", "tiny")  # measured before, so only shown
+    assert table.code == 0 and " 1 000 " in table.out and "--again" in table.out
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"version": 9}', "{" * 10_000, '{"version":1,"rates":{},"measured_at":0,"steps":[]}']
+)
+def test_a_file_that_is_not_understood_counts_as_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / measured.FILE).write_text(text)
+    assert measured.load(tmp_path) is None
+
+
+def test_figures_that_cannot_be_count_as_none(tmp_path: Path) -> None:
+    good = known(of_preset("tiny"))
+    measured.save(tmp_path, good)
+    plain = json.loads((tmp_path / measured.FILE).read_text())
+    for wrong in (0, -1.0, "fast", None):
+        plain["rates"]["apply_bytes"] = wrong
+        (tmp_path / measured.FILE).write_text(json.dumps(plain))
+        assert measured.load(tmp_path) is None
+
+
+def test_bench_measures_a_small_model_whole(spes: Spes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from spes_client.manifest_toml import render
+
+    monkeypatch.setattr(bench, "SECONDS", 1.0)
+    monkeypatch.setattr(bench, "_DISK_BYTES", 2**23)
+    monkeypatch.setattr(bench, "_APPLY_MODEL", dataclasses.asdict(MODEL))
+    plain = new_manifest("tiny") | {"model": dataclasses.asdict(MODEL), "ownership": {"groups": 4, "min_peers": 2}}
+    path = tmp_path / "run.toml"
+    path.write_text(render(plain))
+    found = spes("bench", "--manifest", path, "--device", "cpu", "--json").json
+    assert all(value > 0 for value in found["rates"].values() if not isinstance(value, str))
+    (step,) = found["steps"]
+    assert step["how"] == "the whole model" and step["tokens_per_second"] > 0 and 0 < step["mfu"] < 1
+    home = tmp_path / "home"
+    assert [entry.name for entry in home.iterdir()] == [measured.FILE]
+    kept = measured.load(home)
+    assert kept is not None and kept.steps[0].model == MODEL and kept.steps[0].owned == 2
+
+
+def test_a_measuring_process_that_fails_is_told_in_a_line(spes: Spes) -> None:
+    result = spes("bench", "--preset", "tiny", "--device", "cuda")
+    if result.code:
+        assert "no CUDA device is usable here" in result.error
+
+
+def test_bench_is_interrupted_cleanly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "spes_client.main", "bench", "--preset", "1b", "--dir", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until_started(process.pid)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def until_started(pid: int) -> None:
+    """Until the command has started its measuring process."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    while not children.read_text().split():
+        assert Path(f"/proc/{pid}").exists()
+
+
+def test_the_command_itself_does_without_torch() -> None:
+    code = "import sys, spes_client.main as m; m.main(['plan', '--preset', 'tiny']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_card_is_read_from_its_drivers_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = parse_card("NVIDIA GeForce RTX 4090, 24564, 23028\n")
+    assert card == Card(name="NVIDIA GeForce RTX 4090", total_bytes=24564 * 2**20, free_bytes=23028 * 2**20)
+    for line in ("", "No devices were found", "GB10, [N/A], [N/A]", "x"):
+        assert parse_card(line) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine.find_card() is None
+    here = machine.look(Path("nowhere") / "at all")
+    assert 0 < here.host_free_bytes <= here.host_total_bytes and here.disk_free_bytes > 0
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """A run of the 1b model, 16 groups, up to 4 for a peer, 256 sequences in a peer's step."""
+    from spes_client.manifest_toml import to_manifest
+
+    small = to_manifest(
+        complete(tmp_path_factory.mktemp("data")), "12D3KooWGq98GWDgguWRechDvjHVQ6T45A4BpsLiksr1MHt7EHMm"
+    )
+    large = of_preset("1b")
+    rounds = dataclasses.replace(small.rounds, phases=large.phases)
+    return dataclasses.replace(small, model=large.model, ownership=large.ownership, rounds=rounds)
+
+
+def fitted(
+    manifest: Manifest, here: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    groups: int | None = None, **wish: object,
+) -> tuple[PeerOptions, list[str]]:  # fmt: skip
+    """What `spes-join` makes of the options on a machine, and what it says."""
+    monkeypatch.setattr(fitting, "look", lambda home: here)
+    trainer = TrainerOptions(engine=Wish(**wish))  # type: ignore[arg-type]
+    lines: list[str] = []
+    options = fitting.fit(manifest, PeerOptions(home=tmp_path, groups=groups, trainer=trainer), lines.append)
+    return options, lines
+
+
+def test_join_takes_what_fits_and_says_so(manifest: Manifest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options, (line,) = fitted(manifest, a_machine(card_gib=24), monkeypatch, tmp_path)
+    assert line.startswith("Card 9, 23.5 of 24.0 GiB free: 4 groups, ") and " of 256 sequences at a time; needs" in line
+    assert options.groups is None and options.trainer.engine.frozen == "bf16"
+    options, (line,) = fitted(manifest, a_machine(card_gib=7), monkeypatch, tmp_path)
+    assert options.groups is not None and options.groups < 4 and options.trainer.engine.frozen == "int8"
+    measured.save(
+        tmp_path, dataclasses.replace(known(of_preset("1b")), rates=dataclasses.replace(RATES, device="cuda"))
+    )
+    _, lines = fitted(manifest, a_machine(card_gib=24), monkeypatch, tmp_path)
+    assert "a round's steps take about" in lines[1] and "measured on cuda here just now" in lines[1]
+
+
+def test_join_keeps_what_was_asked_for_and_says_that_it_does_not_fit(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options, (line,) = fitted(
+        manifest, a_machine(card_gib=8), monkeypatch, tmp_path, groups=4, frozen="bf16", moments="fp32"
+    )
+    assert "what you asked for needs" in line and "this would fit: " in line
+    assert options.groups == 4 and options.trainer.engine.frozen == "bf16" and options.trainer.engine.moments == "fp32"
+
+
+def test_join_refuses_where_nothing_fits(manifest: Manifest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for here in (a_machine(card_gib=2), a_machine(host_gib=1)):
+        with pytest.raises(UserError, match=r"does not fit into this machine.*the least there is needs") as caught:
+            fitted(manifest, here, monkeypatch, tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_join_on_a_cpu_with_little_memory_warns(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _, lines = fitted(manifest, a_machine(host_gib=9), monkeypatch, tmp_path)
+    assert lines[0].startswith("CPU, 9.0 GiB of memory free: ") and "memory is tight" in lines[1]
+    _, lines = fitted(manifest, a_machine(host_gib=200), monkeypatch, tmp_path)
+    assert len(lines) == 1
