@@ -21,7 +21,8 @@ def moments(volunteer: Volunteer) -> dict[str, int]:
 
 
 def test_volunteers_come_back_as_themselves(tmp_path: Path) -> None:
-    with Swarm(make_run(tmp_path)) as swarm:
+    run = make_run(tmp_path, lease_rounds=1000)  # on a slow machine rounds may pass before the killed one is back
+    with Swarm(run) as swarm:
         boot = swarm.bootstrap()
         victim, *others = [swarm.volunteer(f"v{i}", door(boot)) for i in range(4)]
         for volunteer in (victim, *others):
