@@ -129,3 +129,60 @@ def test_the_constants_of_the_model_are_the_plans() -> None:
     assert loss.CHUNK_TOKENS == plan.LOSS_CHUNK_TOKENS
     assert moments.INT8_ELEMENTS_MIN == plan.SMALL_ELEMENTS
     assert optim.SLICE_ELEMENTS == plan.ADAMW_SLICE_ELEMENTS
+
+
+MEMORY = [
+    Engine(),
+    Engine(frozen="bf16"),
+    Engine(frozen="int8"),
+    Engine(moments="int8"),
+    Engine(gradients="bf16"),
+    Engine(frozen="int8", moments="int8", gradients="bf16", recompute=True),
+]
+
+
+@pytest.mark.parametrize("engine", MEMORY, ids=lambda e: f"{e.frozen}-{e.moments}-{e.gradients}")
+def test_tensors_of_a_real_step_take_what_was_planned(engine: Engine) -> None:
+    import torch
+
+    from spes_client.presets import PRESETS
+    from spes_p2p.model.loss import training_loss
+    from spes_p2p.model.moe import MoE
+    from spes_p2p.model.optim import fill_missing_gradients, make_adamw
+    from spes_protocols.manifest import Loss, Optimizer
+
+    model = Model(**PRESETS["tiny"]["model"])
+    moe = MoE(model, 4, (0,), engine=engine)
+    with torch.no_grad():
+        for parameter in moe.trainable().values():
+            parameter.fill_(0.01)
+        for name, held in [*moe.named_parameters(), *moe.named_buffers()]:
+            if name not in moe.trainable():
+                held.fill_(1)
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*moe.parameters(), *moe.buffers()]}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    tokens = torch.randint(0, model.vocab_size, (2, model.sequence_length + 1))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        losses = training_loss(moe, tokens[:, :-1], tokens[:, 1:], Loss())
+    losses.total.backward()  # type: ignore[no-untyped-call]
+    fill_missing_gradients(moe.trainable().values())
+    adamw = make_adamw(moe, Optimizer(lr=1e-3, warmup_steps=0, total_steps=10), {})
+    adamw.step()
+    moments = [state[name] for state in adamw.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    parts = [
+        part for moment in moments for part in ([moment.codes, moment.scales] if hasattr(moment, "codes") else [moment])
+    ]
+    gradients = [parameter.grad for parameter in moe.trainable().values()]
+    held = [*moe.parameters(), *moe.buffers(), *gradients, *parts]
+    memory = device_memory(model, 4, 1, engine, sequences=2, device="cpu")
+    assert sum(tensor.untyped_storage().nbytes() for tensor in held) == pytest.approx(memory.state, rel=0.005)
+    # Activations are an upper bound, and not a loose one; where they are recomputed no more than this is seen here.
+    logits = 4 * (model.vocab_size * model.hidden_size + tokens.numel() * model.hidden_size)
+    assert sum(saved.values()) <= memory.activations + logits
+    assert engine.recompute or sum(saved.values()) > 0.7 * memory.activations
