@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spes_client import measured, ui
-from spes_client.machine import Machine, look
+from spes_client.machine import Machine, look, memory_text
 from spes_client.subject import Subject, of_manifest
 from spes_p2p.core import plan
 from spes_p2p.core.choice import Choice, Wish, choose, in_words
-from spes_p2p.core.plan import GIB, Device
+from spes_p2p.core.plan import Device
 from spes_protocols.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,7 +38,10 @@ def fit(manifest: Manifest, options: PeerOptions, say: Callable[[str], None]) ->
     for line in _lines(subject, machine, device, wish, choice):
         say(line)
     known = measured.load(options.home)
+    peak_flops = 0.0
     if known is not None and (known.rates.device == device):
+        if device == "cuda" or known.rates.threads == options.trainer.threads:
+            peak_flops = known.rates.matmul_flops
         line = _seconds_line(subject, known, choice)
         if line:
             say(line)
@@ -54,7 +57,8 @@ def fit(manifest: Manifest, options: PeerOptions, say: Callable[[str], None]) ->
         grouped=engine.grouped,
     )
     groups = choice.owned if options.groups is None and choice.owned < _owned_max(subject) else options.groups
-    return replace(options, groups=groups, trainer=replace(options.trainer, engine=chosen))
+    trainer = replace(options.trainer, engine=chosen, peak_flops=peak_flops)
+    return replace(options, groups=groups, trainer=trainer)
 
 
 def _owned_max(subject: Subject) -> int:
@@ -62,49 +66,54 @@ def _owned_max(subject: Subject) -> int:
 
 
 def _choice(subject: Subject, machine: Machine, device: Device, wish: Wish) -> Choice:
-    """What fits beside the peer itself; on a CPU, if nothing does, what fits without it, for that is an allowance."""
-    owned_max = _owned_max(subject)
-    free = machine.device_bytes(device)
-    beside = plan.host_bytes(subject.model, subject.groups, owned_max, device=device) if device == "cpu" else 0
+    """What fits beside the rest of the peer; on a CPU, if no group does, what fits without the processes' allowance."""
+
+    def beside(owned: int) -> int:
+        return plan.host_bytes(subject.model, subject.groups, owned, device=device) if device == "cpu" else 0
 
     def within(bytes_free: int) -> Choice:
         return choose(
-            subject.model, subject.groups, wish, device=device, device_bytes=bytes_free, owned_max=owned_max,
-            sequences=max(phase.batch_sequences for phase in subject.phases),
+            subject.model, subject.groups, wish, device=device, device_bytes=bytes_free, beside=beside,
+            owned_max=_owned_max(subject), sequences=max(phase.batch_sequences for phase in subject.phases),
         )  # fmt: skip
 
-    choice = within(free - beside)
-    return choice if choice.fits or not beside else within(free)
+    free = machine.device_bytes(device)
+    choice = within(free)
+    if device != "cpu" or (choice.fits and choice.owned):
+        return choice
+    tight = within(free + plan.PROCESS_BYTES["cpu"] + plan.PEER_PROCESSES_BYTES)
+    return tight if tight.fits and (tight.owned or not choice.fits) else choice
 
 
 def _lines(subject: Subject, machine: Machine, device: Device, wish: Wish, choice: Choice) -> list[str]:
     """What was chosen and why. Raises `UserError` where nothing fits and nothing was asked for."""
     place = _place(machine, device)
     ways = _ways(subject, device, choice)
-    needs = f"needs {choice.memory.total / GIB:.1f} GiB"
+    needs = f"needs {memory_text(choice.memory.total)}"
+    own = plan.host_bytes(subject.model, subject.groups, choice.owned, device=device)
+    needs += f", beside {memory_text(own)} for the rest of the peer"
     if choice.fits:
         lines = [f"{place}: {ways}; {needs}"]
-        host = plan.host_bytes(subject.model, subject.groups, choice.owned, device=device)
-        host += choice.memory.total if device == "cpu" else 0
+        host = own + (choice.memory.total if device == "cpu" else 0)
         if host > machine.host_free_bytes:
-            free = machine.host_free_bytes / GIB
-            lines.append(f"memory is tight: all of the peer needs about {host / GIB:.1f} GiB, and {free:.1f} are free")
+            free = memory_text(machine.host_free_bytes)
+            lines.append(f"memory is tight: all of the peer needs about {memory_text(host)}, and {free} are free")
         return lines
     if not wish.asks_for_memory:
         raise UserError(
-            f"this run does not fit into this machine. {place}, and the least there is {needs}: {ways}. "
+            f"this run does not fit into this machine. {place}, and the least there is, {ways}, {needs}. "
             f"Join on a machine with more, or try it all the same with flags of your own, such as --groups 0"
         )
     other = _choice(subject, machine, device, Wish(compile=wish.compile, grouped=wish.grouped))
     would = f"this would fit: {_ways(subject, device, other)}" if other.fits else "nothing would fit"
-    return [f"{place}: what you asked for {needs} and may run out of memory ({ways}); {would}"]
+    return [f"{place}: what you asked for {needs}, and may run out of memory ({ways}); {would}"]
 
 
 def _place(machine: Machine, device: Device) -> str:
     if device == "cuda" and machine.card is not None:
-        total, free = machine.card.total_bytes / GIB, machine.card.free_bytes / GIB
-        return f"{ui.one_line(machine.card.name)}, {free:.1f} of {total:.1f} GiB free"
-    return f"CPU, {machine.host_free_bytes / GIB:.1f} GiB of memory free"
+        total, free = memory_text(machine.card.total_bytes), memory_text(machine.card.free_bytes)
+        return f"{ui.one_line(machine.card.name)}, {free} of {total} free"
+    return f"CPU, {memory_text(machine.host_free_bytes)} of memory free"
 
 
 def _ways(subject: Subject, device: Device, choice: Choice) -> str:

@@ -9,9 +9,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_p2p.core.plan import Device
+from spes_p2p.core.plan import GIB, Device
 
-_NVIDIA_SMI_SECONDS = 20.0
+_NVIDIA_SMI_SECONDS = 10.0
 _MEBIBYTE = 1024**2
 
 _MEMINFO = Path("/proc/meminfo")
@@ -54,6 +54,11 @@ class Machine:
     def device_bytes(self, device: Device) -> int:
         """What a trainer may fill there."""
         return self.card.free_bytes if device == "cuda" and self.card is not None else self.host_free_bytes
+
+
+def memory_text(count: float) -> str:
+    """An amount of memory for people, in powers of 1024: `23.5 GiB`, `38 MiB`."""
+    return f"{count / GIB:.1f} GiB" if abs(count) >= GIB / 2 else f"{count / _MEBIBYTE:.0f} MiB"
 
 
 def look(directory: Path) -> Machine:

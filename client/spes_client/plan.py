@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from spes_client import measured, ui
-from spes_client.machine import Machine, look
+from spes_client.machine import Machine, look, memory_text
 from spes_client.subject import Subject, subject_flags, subject_of
 from spes_p2p.core import plan
 from spes_p2p.core.choice import MICRO_BATCH_TOKENS, Choice, Wish, choose, combinations, in_words
@@ -73,14 +73,16 @@ def _plan(args: argparse.Namespace) -> int:
     return ui.EXIT_OK
 
 
-def choose_for(subject: Subject, machine: Machine, wish: Wish, device: Device | None = None) -> Choice:
+def choose_for(subject: Subject, machine: Machine, wish: Wish) -> Choice:
     """What this machine would do in this run: at most as many groups as everybody's even share."""
-    device = device or machine.device
-    needed = plan.host_bytes(subject.model, subject.groups, subject.owned, device=device)
-    free = machine.device_bytes(device) - (needed if device == "cpu" else 0)
+    device = machine.device
+
+    def beside(owned: int) -> int:
+        return plan.host_bytes(subject.model, subject.groups, owned, device=device) if device == "cpu" else 0
+
     return choose(
-        subject.model, subject.groups, wish, device=device, device_bytes=free, owned_max=subject.owned,
-        sequences=subject.sequences,
+        subject.model, subject.groups, wish, device=device, device_bytes=machine.device_bytes(device), beside=beside,
+        owned_max=subject.owned, sequences=subject.sequences,
     )  # fmt: skip
 
 
@@ -155,7 +157,7 @@ def _cards_table(subject: Subject) -> Table:
     table.add_column("with")
     for gib, choice in _cards(subject):
         words = ", ".join(in_words(choice.engine, "cuda", subject.sequences)) or "nothing saved"
-        cells = (str(choice.owned), f"{_gib(choice.memory.total)} GiB", words) if choice.fits else ("", "", "too small")
+        cells = (str(choice.owned), memory_text(choice.memory.total), words) if choice.fits else ("", "", "too small")
         table.add_row(f"{gib} GiB", *cells)
     return table
 
@@ -177,10 +179,10 @@ def machine_text(machine: Machine) -> str:
     """This machine in a line."""
     card = "no GPU"
     if machine.card is not None:
-        free, total = _gib(machine.card.free_bytes), _gib(machine.card.total_bytes)
-        card = f"{ui.one_line(machine.card.name)}, {free} of {total} GiB free"
+        free, total = memory_text(machine.card.free_bytes), memory_text(machine.card.total_bytes)
+        card = f"{ui.one_line(machine.card.name)}, {free} of {total} free"
     return (
-        f"{card}; {_gib(machine.host_free_bytes)} of {_gib(machine.host_total_bytes)} GiB of memory and "
+        f"{card}; {memory_text(machine.host_free_bytes)} of {memory_text(machine.host_total_bytes)} of memory and "
         f"{ui.bytes_text(machine.disk_free_bytes)} of disk free"
     )
 
@@ -192,8 +194,8 @@ def choice_text(subject: Subject, choice: Choice, device: Device) -> str:
     ways = f"{', '.join(words)}; " if words else ""
     if choice.fits:
         groups = _many(choice.owned, "group") if choice.owned else "no group (a standby)"
-        return f"{groups}; {ways}{_gib(choice.memory.total)} GiB {place}"
-    return f"nothing: the least needs {_gib(choice.memory.total)} GiB {place}"
+        return f"{groups}; {ways}{memory_text(choice.memory.total)} {place}"
+    return f"nothing: the least needs {memory_text(choice.memory.total)} {place}"
 
 
 def _machine_rows(subject: Subject, machine: Machine, here: Choice) -> list[tuple[str, str]]:
@@ -214,7 +216,7 @@ def _rows(subject: Subject, device: Device, known: measured.Measured | None, her
     in_run = f"; {_amount(disk.log_round * rounds)} for {rounds} rounds" if rounds else ""
     seconds = 8 * max(traffic.sent, traffic.received) / LINE_BITS_PER_SECOND
     rows = [
-        ("host memory", f"{_gib(host)} GiB" + (" beside the above" if device == "cpu" else "")),
+        ("host memory", memory_text(host) + (" beside the above" if device == "cpu" else "")),
         (
             "disk",
             f"{_amount(disk.total)}: states {_amount(disk.states)}, contributions {_amount(disk.blobs)}, "

@@ -6,7 +6,7 @@ What a person has asked for stays as it is, fits or not; the rest is chosen.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from spes_p2p.core.engine import FROZEN, GRADIENTS, MOMENTS, Engine, Frozen, Gradients, Moments, default_engine
@@ -93,9 +93,11 @@ def choose(
     owned_max: int,
     sequences: int,
     sequence_length: int = 0,
+    beside: Callable[[int], int] = lambda owned: 0,
 ) -> Choice:
     """The most groups, and for them the cheapest engine, within `device_bytes`; else the smallest there is.
 
+    `beside` says how much of that something else takes for so many owned groups: on a CPU, the rest of the peer.
     `sequences` is a step's batch, `owned_max` what the run lets one peer own. `Choice.fits` is False where nothing
     does, and then the choice is what needs least of all that the wish allows.
     """
@@ -106,11 +108,12 @@ def choose(
             memory = device_memory(
                 model, groups, count, engine, sequences=sequences, device=device, sequence_length=sequence_length
             )
-            fits = memory.total <= device_bytes
+            fits = memory.total + beside(count) <= device_bytes
             choice = Choice(owned=count, engine=engine, memory=memory, fits=fits)
             if fits:
                 return choice
-            if least is None or memory.total < least.memory.total:
+            # A standby is chosen where only that fits, and is no answer to what a member would need.
+            if least is None or (memory.total < least.memory.total and (count or not least.owned)):
                 least = choice
     assert least is not None
     return least

@@ -214,7 +214,9 @@ def workspace_bytes(model: Model, engine: Engine, *, tokens: int, device: Device
     c, rows = compute_bytes(device), tokens * model.num_experts_per_tok
     backward = c * (rows * (2 * model.hidden_size + 3 * model.intermediate_size) + 4 * tokens * model.hidden_size)
     largest_matrix = FP32 * model.hidden_size * model.intermediate_size
-    slices = 8 * FP32 * ADAMW_SLICE_ELEMENTS if engine.moments == "int8" or engine.gradients == "bf16" else 0
+    largest = model.hidden_size * max(model.vocab_size, model.intermediate_size)
+    is_narrow = engine.moments == "int8" or engine.gradients == "bf16"
+    slices = 8 * FP32 * min(largest, ADAMW_SLICE_ELEMENTS) if is_narrow else 0
     return max(backward + largest_matrix, slices) + (CUDA_FIXED_BYTES if device == "cuda" else 0)
 
 

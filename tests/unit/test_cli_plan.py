@@ -235,7 +235,10 @@ def fitted(
 
 def test_join_takes_what_fits_and_says_so(manifest: Manifest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options, (line,) = fitted(manifest, a_machine(card_gib=24), monkeypatch, tmp_path)
-    assert line.startswith("Card 9, 23.5 of 24.0 GiB free: 4 groups, ") and " of 256 sequences at a time; needs" in line
+    assert (
+        line.startswith("Card 9, 23.5 GiB of 24.0 GiB free: 4 groups, ")
+        and " of 256 sequences at a time; needs" in line
+    )
     assert options.groups is None and options.trainer.engine.frozen == "bf16"
     options, (line,) = fitted(manifest, a_machine(card_gib=7), monkeypatch, tmp_path)
     assert options.groups is not None and options.groups < 4 and options.trainer.engine.frozen == "int8"
@@ -258,7 +261,9 @@ def test_join_keeps_what_was_asked_for_and_says_that_it_does_not_fit(
 
 def test_join_refuses_where_nothing_fits(manifest: Manifest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for here in (a_machine(card_gib=2), a_machine(host_gib=1)):
-        with pytest.raises(UserError, match=r"does not fit into this machine.*the least there is needs") as caught:
+        with pytest.raises(
+            UserError, match=r"does not fit into this machine.*the least there is, 1 group, .*, needs "
+        ) as caught:
             fitted(manifest, here, monkeypatch, tmp_path)
         assert "\n" not in str(caught.value)
 
@@ -266,7 +271,7 @@ def test_join_refuses_where_nothing_fits(manifest: Manifest, monkeypatch: pytest
 def test_join_on_a_cpu_with_little_memory_warns(
     manifest: Manifest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    _, lines = fitted(manifest, a_machine(host_gib=9), monkeypatch, tmp_path)
-    assert lines[0].startswith("CPU, 9.0 GiB of memory free: ") and "memory is tight" in lines[1]
+    _, lines = fitted(manifest, a_machine(host_gib=10), monkeypatch, tmp_path)
+    assert lines[0].startswith("CPU, 10.0 GiB of memory free: ") and "memory is tight" in lines[1]
     _, lines = fitted(manifest, a_machine(host_gib=200), monkeypatch, tmp_path)
     assert len(lines) == 1

@@ -103,7 +103,9 @@ def test_a_large_card_saves_nothing_and_a_smaller_one_gives_up_speed_before_prec
 
 def test_where_nothing_fits_the_least_is_named() -> None:
     none = chosen(1)
-    assert not none.fits and (none.owned, none.engine) == (0, SMALLEST)
+    assert not none.fits and (none.owned, none.engine) == (1, SMALLEST)
+    standby = chosen(device_memory(ONE_B, 16, 0, SMALLEST, sequences=16, device="cuda").total / GIB)
+    assert standby.fits and standby.owned == 0
 
 
 def test_what_was_asked_for_stays() -> None:
