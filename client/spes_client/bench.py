@@ -22,8 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from spes_client import measured, ui
-from spes_client.machine import look
+from spes_client import machine, measured, ui
 from spes_client.subject import Subject, subject_flags, subject_of
 from spes_protocols.codec import to_plain
 from spes_protocols.errors import UserError
@@ -79,6 +78,9 @@ def register(subparsers: Any) -> None:
 def _bench(args: argparse.Namespace) -> int:
     subject, home = subject_of(args, otherwise="1b"), ui.home(args)
     known = measured.load(home)
+    device = machine.device_asked(args.device)
+    if known is not None and device not in (None, known.rates.device):
+        known = None  # of another device
     if args.again or known is None or known.step_of(subject.model) is None:
         with ui.progress() as report:
             known = _measure(args, subject, home, known, report)
@@ -142,15 +144,15 @@ def _torch_part(
     args: argparse.Namespace, subject: Subject, home: Path, report: Callable[[str, float], None]
 ) -> dict[str, Any]:
     """What the process with torch found. Raises `UserError` where it found nothing."""
-    machine = look(home)
-    device = machine.device if args.device == "auto" else args.device
+    here = machine.look(home)
+    device = here.device if args.device == "auto" else args.device
     request = {
         "model": to_plain(subject.model),
         "groups": subject.groups,
         "owned": subject.owned,
         "device": args.device,
         "threads": int(args.threads),
-        "memory_bytes": int(MEMORY_SHARE * machine.device_bytes(device)),
+        "memory_bytes": int(MEMORY_SHARE * here.device_bytes(device)),
         "seconds": SECONDS,
     }
     last: dict[str, Any] = {}

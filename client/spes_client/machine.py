@@ -73,6 +73,13 @@ def look(directory: Path) -> Machine:
     )
 
 
+def device_asked(wanted: str) -> Device | None:
+    """The device that a `--device` flag means; None where `auto` finds no card here, though torch might know one."""
+    if wanted == "auto":
+        return "cuda" if find_card() is not None else None
+    return "cuda" if wanted == "cuda" else "cpu"
+
+
 def find_card() -> Card | None:
     """The first card that CUDA would use, by `nvidia-smi`; None where there is none, or none that answers."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -251,20 +251,23 @@ def apply_text(subject: Subject, known: measured.Measured | None) -> str:
     return f"{seconds} a round at {rate}/s, measured here {measured.age_text(known.measured_at)}"
 
 
+def tokens_per_second(subject: Subject, known: measured.Measured, owned: int) -> float | None:
+    """Throughput of this machine in the run's first phase, AdamW included; None where no measurement says."""
+    parts = plan.cut(subject.model, subject.groups, owned)
+    batch = subject.sequences * subject.model.sequence_length
+    return known.tokens_per_second(subject.model, subject.groups, owned, parts.trained, batch)
+
+
 def step_text(subject: Subject, known: measured.Measured | None, owned: int) -> str:
     """How long a round's steps take here, as far as a measurement says; empty if none does."""
-    if known is None or not subject.phases:
+    rate = None if known is None else tokens_per_second(subject, known, owned)
+    if known is None or rate is None or not subject.phases:
         return ""
-    phase, length = subject.phases[0], subject.model.sequence_length
-    batch = phase.batch_sequences * length
-    trained = plan.cut(subject.model, subject.groups, owned).trained
-    rate = known.tokens_per_second(subject.model, subject.groups, owned, trained, batch)
-    if rate is None:
-        return ""
+    phase = subject.phases[0]
     step = known.step_of(subject.model)
     source = "measured" if step else f"reckoned from {known.steps[0].name}, measured"
     age = measured.age_text((step or known.steps[0]).measured_at)
-    seconds = seconds_text(phase.steps * batch / rate)
+    seconds = seconds_text(phase.steps * phase.batch_sequences * subject.model.sequence_length / rate)
     speed = f"{measured.rate_text(rate)} tokens/s"
     return f"{seconds} for {phase.steps} steps at {speed}, {source} on {known.rates.device} here {age}"
 
@@ -319,6 +322,7 @@ def _json(
         "traffic_bytes_per_round": asdict(traffic),
         "apply_seconds": apply_seconds(subject, known),
         "apply_rate_measured_here": known is not None,
+        "tokens_per_second": None if known is None else tokens_per_second(subject, known, owned),
         "step_flops_per_token": plan.step_flops_per_token(model, subject.groups, owned),
         "machine": asdict(machine),
         "here": _choice_json(here),

@@ -127,6 +127,9 @@ def test_what_was_measured_is_kept_and_used(spes: Spes, tmp_path: Path) -> None:
     assert measured.load(home) == saved
     text = spes("plan", "--preset", "tiny").out
     assert "at 400 MB/s, measured here just now" in text and "20 steps at" in text and "measured on cpu" in text
+    found = spes("plan", "--preset", "tiny", "--json").json
+    tokens = 8 * 128  # a thousandth of a second each, then AdamW
+    assert found["tokens_per_second"] == pytest.approx(tokens / (tokens * 1e-3 + found["parameters_trained"] / 1e9))
     assert "reckoned from tiny" in spes("plan", "--preset", "1b").out
     table = spes("bench", "--preset", "tiny")  # measured before, so only shown
     assert table.code == 0 and " 1 000 " in table.out and "--again" in table.out
