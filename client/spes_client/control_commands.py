@@ -148,7 +148,7 @@ def _summary(status: StatusReply) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    from spes_client.view import pace
+    from spes_client.view import pace, speed_text
 
     steps = f", step {status.step}/{status.steps}" if status.steps else ""
     busy = bool(status.progress_text) and status.progress >= 0
@@ -164,7 +164,7 @@ def _summary(status: StatusReply) -> RenderableType:
         *((("", status.waiting),) if status.waiting else ()),
         ("state root", status.state_root),
         ("loss", f"{status.loss:.4f} nats per token" if status.loss else "–"),
-        ("speed", f"{status.tokens_per_second:.0f} tokens/s"),
+        ("speed", speed_text(status)),
         ("tokens", f"{ui.count_text(status.tokens)} by everybody"),
         ("trainer", f"{status.trainer}{pid}"),
         ("traffic", f"{ui.bytes_text(status.bytes_up)} sent, {ui.bytes_text(status.bytes_down)} received"),

@@ -108,6 +108,12 @@ def _coarse(phase: str) -> str:
     return "round" if phase in ("training", "collecting", "agreeing") else phase
 
 
+def speed_text(status: StatusReply) -> str:
+    """How fast the trainer is, and which share of its device's peak that uses where the peak is known (MFU)."""
+    text = f"{status.tokens_per_second:.0f} tokens/s"
+    return text + (f", {status.mfu:.0%} MFU" if status.mfu > 0 else "")
+
+
 def _round_remark(status: StatusReply) -> str:
     parts = [f"round {status.round} {status.phase}"]
     if status.losses:
@@ -116,7 +122,7 @@ def _round_remark(status: StatusReply) -> str:
     if status.tokens:
         parts.append(f"{count_text(status.tokens)} tokens")
     if status.tokens_per_second > 0:
-        parts.append(f"{status.tokens_per_second:.0f} tokens/s")
+        parts.append(speed_text(status))
     direct, relayed = _paths(status)
     if direct or relayed:
         parts.append(f"peers {direct} direct {relayed} relayed")
@@ -211,7 +217,7 @@ def _facts(status: StatusReply) -> list[Text]:
     direct, relayed = _paths(status)
     unreached = len(status.links) - direct - relayed
     peers = f"{direct} direct, {relayed} relayed" + (f", {unreached} away" if unreached else "")
-    speed = f"{status.tokens_per_second:.0f} tokens/s" if status.tokens_per_second > 0 else "–"
+    speed = speed_text(status) if status.tokens_per_second > 0 else "–"
     rows = [
         ("loss", f"{status.loss:.4f}" if status.loss > 0 else "–"),
         ("speed", speed),

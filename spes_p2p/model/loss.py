@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from spes_p2p.model.frozen import gradient_dtype
 from spes_p2p.model.moe import MoE, Routing
 from spes_protocols.manifest import Loss
 
@@ -63,19 +64,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_weight_VD.addmm_(grad_CV.T, x_CD)
             else:
                 grad_weight_VD += grad_CV.T @ x_CD
-        ctx.save_for_backward(grad_x_TD, grad_weight_VD)
-        ctx.weight_dtype = weight_VD.dtype
+        ctx.gradients = grad_x_TD, grad_weight_VD
+        ctx.gradient_dtype = gradient_dtype(weight_VD)
         ctx.mark_non_differentiable(cross_entropy)
         return cross_entropy + z_factor * z, cross_entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """`grads[0]` is the scale of the sum; the second output carries no gradient. Runs once: it scales in place."""
-        grad_x_TD, grad_weight_VD = ctx.saved_tensors
+        """`grads[0]` is the scale of the sum; the second output carries no gradient. Works once."""
+        (grad_x_TD, grad_weight_VD), ctx.gradients = ctx.gradients, (None, None)
+        if grad_x_TD is None:
+            raise RuntimeError("the chunked loss has been differentiated before, and its gradients were used up")
+        # Scaled where they lie: the vocabulary's gradient is too large to have twice.
         scale = grads[0]
-        grad_x_TD.mul_(scale.to(grad_x_TD.dtype))
-        # The weight is the model's largest tensor: its gradient is not made twice.
-        return grad_x_TD, grad_weight_VD.mul_(scale).to(ctx.weight_dtype), None, None, None
+        grad_weight_VD = grad_weight_VD.mul_(scale).to(ctx.gradient_dtype)
+        return grad_x_TD.mul_(scale.to(grad_x_TD.dtype)), grad_weight_VD, None, None, None
 
 
 def chunked_cross_entropy(

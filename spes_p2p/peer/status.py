@@ -119,6 +119,7 @@ async def of(peer: Peer) -> control_pb2.StatusReply:
         reply.step = trainer.progress.step
         reply.loss = trainer.progress.loss
         reply.tokens_per_second = trainer.progress.tokens_per_second
+        reply.mfu = trainer.progress.mfu
     for m in head.members:
         reply.members.add(peer=m.peer, groups=m.groups, missed=m.missed, me=m.peer == me)
     for round_number, loss in peer.losses:

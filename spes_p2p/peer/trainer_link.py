@@ -46,11 +46,15 @@ FAILURES_MAX = 3
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
-    """The volunteer's choices that concern the trainer alone; what `engine` leaves open is the trainer's to choose."""
+    """The volunteer's choices that concern the trainer alone; what `engine` leaves open is the trainer's to choose.
+
+    `peak_flops` is what the device's matrix products were measured to reach, 0 if they were not.
+    """
 
     threads: int = 1
     device: str = "auto"
     engine: Wish = field(default_factory=Wish)
+    peak_flops: float = 0.0
     allow_sources: tuple[str, ...] = ()
     cache_gib: int = 20
 
@@ -290,6 +294,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         command += ["--cache-gib", str(options.cache_gib)]
         command += ["--micro-batch", str(self._micro_batch)] if self._micro_batch else []
         command += engine_flags(options.engine)
+        command += ["--peak-flops", str(options.peak_flops)] if options.peak_flops else []
         for prefix in options.allow_sources:
             command += ["--allow-source", prefix]
         path = self._run_dir / "trainer.log"

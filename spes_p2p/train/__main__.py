@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--recompute", action="store_true", help="recompute activations: less memory, more time")
     parser.add_argument("--compile", action="store_true", help="let torch compile the layers")
     parser.add_argument("--grouped", action="store_true", help="frozen experts of a layer as one grouped product")
+    parser.add_argument("--peak-flops", type=float, default=0.0, help="the device's measured rate, to show utilisation")
     parser.add_argument("--allow-source", action="append", default=[], metavar="PREFIX", help="URLs the data may use")
     parser.add_argument("--cache-gib", type=float, default=20.0, help="disk for cached data in GiB (default 20)")
     arguments = parser.parse_args()
@@ -58,6 +59,7 @@ def main() -> int:
                 compile=arguments.compile,
                 grouped=arguments.grouped,
             ),
+            peak_flops=arguments.peak_flops,
             allow_sources=tuple(arguments.allow_source),
             cache_bytes_max=int(arguments.cache_gib * 2**30),
         )

@@ -6,6 +6,7 @@ the difference. Nothing here knows of peers, files or sockets.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 from spes_p2p.model.loss import training_loss
 from spes_p2p.model.moe import MoE
 from spes_p2p.model.optim import clip_gradients, fill_missing_gradients, learning_rate
+from spes_p2p.train.feed import batches
 from spes_protocols.manifest import Manifest, Routing
 
 
@@ -84,38 +86,47 @@ def train_round(
     learned only through the load-balance term, which is a mean over micro-batches.
     """
     device = next(model.parameters()).device
-    parameters = list(model.trainable().values())
     losses: list[float] = []
-    for index in range(plan.steps):
-        started = time.perf_counter()
-        adamw.param_groups[0]["lr"] = learning_rate(manifest.optimizer, plan.step + index)
-        model.favour_owned(owned_bias(manifest.routing, plan.step + index))
 
-        tokens = sequences(plan.positions(index)).astype(np.int64)
-        batch_BS = torch.from_numpy(tokens).to(device)
-        loss = torch.zeros((), device=device)
-        for micro_BS in batch_BS.split(micro_batch or plan.batch_sequences):
-            share = micro_BS.shape[0] / plan.batch_sequences
-            parts = training_loss(model, micro_BS[:, :-1], micro_BS[:, 1:], manifest.loss)
-            (parts.total * share).backward()
-            loss += parts.cross_entropy * share
+    def read(index: int) -> np.ndarray:
+        return sequences(plan.positions(index))
 
-        fill_missing_gradients(parameters)
-        norm = clip_gradients(parameters, manifest.optimizer.grad_clip)
-        # One overflow must not poison moments that live for the whole run.
-        if math.isfinite(norm):
-            adamw.step()
-        adamw.zero_grad(set_to_none=True)
-
-        losses.append(float(loss))
-        done = tokens.shape[0] * manifest.model.sequence_length
-        seconds = time.perf_counter() - started
-        report(StepReport(steps=index + 1, loss=losses[-1], tokens_per_second=done / seconds))
-        if should_cut():
-            break
+    with contextlib.closing(batches(read, plan.steps, device)) as feed:
+        for index in range(plan.steps):
+            started = time.perf_counter()
+            adamw.param_groups[0]["lr"] = learning_rate(manifest.optimizer, plan.step + index)
+            model.favour_owned(owned_bias(manifest.routing, plan.step + index))
+            losses.append(_step(model, adamw, manifest, next(feed), micro_batch or plan.batch_sequences))
+            done = plan.batch_sequences * manifest.model.sequence_length
+            seconds = time.perf_counter() - started
+            report(StepReport(steps=index + 1, loss=losses[-1], tokens_per_second=done / seconds))
+            if should_cut():
+                break
     model.favour_owned(0.0)
     return RoundResult(
         steps=len(losses),
         tokens=len(losses) * plan.batch_sequences * manifest.model.sequence_length,
         loss=sum(losses) / len(losses),
     )
+
+
+def _step(
+    model: MoE, adamw: torch.optim.Optimizer, manifest: Manifest, batch_BS: torch.Tensor, micro_batch: int
+) -> float:
+    """One local step on a batch of sequences with their targets; returns the mean cross-entropy in nats per token."""
+    device = batch_BS.device
+    loss = torch.zeros((), device=device)
+    for micro_BS in batch_BS.split(micro_batch):
+        share = micro_BS.shape[0] / batch_BS.shape[0]
+        parts = training_loss(model, micro_BS[:, :-1], micro_BS[:, 1:], manifest.loss)
+        (parts.total * share).backward()
+        loss += parts.cross_entropy * share
+
+    parameters = list(model.trainable().values())
+    fill_missing_gradients(parameters)
+    norm = clip_gradients(parameters, manifest.optimizer.grad_clip)
+    # One overflow must not poison moments that live for the whole run.
+    if math.isfinite(norm):
+        adamw.step()
+    adamw.zero_grad(set_to_none=True)
+    return float(loss)

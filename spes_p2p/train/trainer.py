@@ -20,6 +20,8 @@ import torch
 
 from spes_p2p.core.choice import Wish
 from spes_p2p.core.engine import Engine, default_engine
+from spes_p2p.core.peaks import known_peak, utilisation
+from spes_p2p.core.plan import step_flops_per_token
 from spes_p2p.core.tensors import section_specs, tensor_specs
 from spes_p2p.data.batches import TokenData
 from spes_p2p.data.sources import StoppedError
@@ -56,13 +58,14 @@ class DataError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command line. What `engine` leaves open is as the device does by itself."""
+    """The command line. What `engine` leaves open is as the device does by itself; `peak_flops` 0: not measured."""
 
     socket: Path
     run_dir: Path
     threads: int
     device: str
     engine: Wish
+    peak_flops: float
     allow_sources: Sequence[str]
     cache_bytes_max: int
 
@@ -142,6 +145,8 @@ class Trainer:
         self._device = torch.device(wanted)
         model, groups = self._manifest.model, self._manifest.ownership.groups
         specs = tensor_specs(model, groups)
+        self._device_name = torch.cuda.get_device_name(self._device) if wanted == "cuda" else "cpu"
+        self._peak_flops = options.peak_flops or known_peak(self._device_name)
         self._shapes = {spec.name: spec.shape for spec in specs}
         self._sections = {spec.name: spec.section for spec in specs}
         self._state = load_state(self._run.optim_dir, self._shapes, self._device)
@@ -179,7 +184,7 @@ class Trainer:
                 pending_round=pending.task.round if pending else 0,
                 pending_epoch=pending.task.epoch if pending else b"",
                 pid=os.getpid(),
-                device=torch.cuda.get_device_name() if self._device.type == "cuda" else "cpu",
+                device=self._device_name,
             )
         )
         with _reading_data():
@@ -267,12 +272,15 @@ class Trainer:
             with _reading_data():
                 return self._data.sequences(positions)
 
+        model, groups = self._manifest.model, self._manifest.ownership.groups
+        flops = step_flops_per_token(model, groups, len(task.groups))
+
         def report(step: StepReport) -> None:
             self._link.inbox.check_stop()
+            speed = step.tokens_per_second
+            mfu = utilisation(speed, flops, self._peak_flops)
             self._link.progress(
-                pb.Progress(
-                    round=task.round, step=step.steps, loss=step.loss, tokens_per_second=step.tokens_per_second
-                ),
+                pb.Progress(round=task.round, step=step.steps, loss=step.loss, tokens_per_second=speed, mfu=mfu),
                 last=step.steps == plan.steps,
             )
 

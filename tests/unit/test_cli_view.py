@@ -224,12 +224,13 @@ def test_log_lines_tell_what_changed() -> None:
     later = StatusReply()
     later.CopyFrom(status)
     later.step, later.phase, later.tokens_per_second, later.bytes_up = 14, "collecting", 99.0, 5
+    later.mfu = 0.314
     assert plain_line(status, later) is None
 
     later.round = 13
     later.losses.add(round=12, train=3.25)
     assert plain_line(status, later) == (
-        "round 13 collecting, loss 3.2500 in round 12, 1.23 M tokens, 99 tokens/s, peers 3 direct 1 relayed, "
+        "round 13 collecting, loss 3.2500 in round 12, 1.23 M tokens, 99 tokens/s, 31% MFU, peers 3 direct 1 relayed, "
         "up 5 B down 45.6 MB"
     )
 

@@ -3,6 +3,7 @@
 import pytest
 
 from spes_p2p.core.engine import Engine, default_engine
+from spes_p2p.core.peaks import known_peak, utilisation
 from spes_protocols.errors import SchemaError
 
 
@@ -29,3 +30,10 @@ def test_a_wrong_choice_is_named_with_what_is_allowed(wrong: dict[str, object], 
     with pytest.raises(SchemaError, match=rf"engine\.{key} = .*: expected ") as caught:
         Engine(**wrong)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+def test_utilisation_is_of_a_known_peak_alone() -> None:
+    assert known_peak("NVIDIA H100 PCIe") == 756e12
+    assert known_peak("cpu") is None
+    assert utilisation(1000.0, 6e9, 12e12) == pytest.approx(0.5)
+    assert utilisation(1000.0, 6e9, None) == utilisation(1000.0, 6e9, 0.0) == 0.0

@@ -11,6 +11,7 @@ import torch
 
 from spes_p2p.model.moe import MoE
 from spes_p2p.model.optim import learning_rate, make_adamw
+from spes_p2p.train.feed import batches
 from spes_p2p.train.loop import RoundPlan, RoundResult, StepReport, owned_bias, train_round
 from spes_protocols.errors import SchemaError
 from spes_protocols.manifest import Loss, Manifest, Routing
@@ -127,3 +128,34 @@ def test_gradients_that_are_not_finite_change_nothing(tiny: Manifest) -> None:
     moe, _, _, _, _ = run_round(tiny, steps=2, state=state)
     for name, parameter in moe.named_parameters():
         assert torch.equal(parameter, torch.from_numpy(state[name])), name
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_batches_come_in_order_whether_read_ahead_or_not(ahead: bool) -> None:
+    asked: list[int] = []
+
+    def read(index: int) -> np.ndarray:
+        asked.append(index)
+        return np.full((2, 3), index, np.uint32)
+
+    found = list(batches(read, 4, torch.device("cpu"), ahead=ahead))
+    assert [int(batch[0, 0]) for batch in found] == [0, 1, 2, 3] == asked
+    assert found[0].dtype == torch.int64
+
+    feed = batches(read, 9, torch.device("cpu"), ahead=ahead)
+    next(feed)
+    feed.close()
+    assert len(asked) - 4 <= (2 if ahead else 1)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_reading_raises_comes_with_its_own_batch(ahead: bool) -> None:
+    def read(index: int) -> np.ndarray:
+        if index == 1:
+            raise KeyError("gone")
+        return np.zeros((1, 2), np.uint32)
+
+    feed = batches(read, 3, torch.device("cpu"), ahead=ahead)
+    next(feed)
+    with pytest.raises(KeyError, match="gone"):
+        next(feed)

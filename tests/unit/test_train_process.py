@@ -73,6 +73,7 @@ def options(run: RunDir, directory: Path) -> Options:
         threads=1,
         device="cpu",
         engine=Wish(),
+        peak_flops=0.0,
         allow_sources=(directory.as_uri(),),
         cache_bytes_max=1 << 30,
     )
