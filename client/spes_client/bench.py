@@ -91,7 +91,7 @@ def _bench(args: argparse.Namespace) -> int:
     ui.print_rich(_rates_table(known))
     print()
     ui.print_rich(_steps_table(known))
-    print(f"\nkept in {home / measured.FILE}; measure anew with: spes bench --again")
+    print(f"\nkept in {ui.tilde(home / measured.FILE)}; measure anew with: spes bench --again")
     return ui.EXIT_OK
 
 

@@ -130,7 +130,7 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
 
 def dir_flag(parser: argparse.ArgumentParser, what: str = "the home of identity and runs") -> None:
     """The `--dir` flag that all commands on local files share."""
-    flag(parser, "--dir", metavar="DIR", env="SPES_HOME", help=f"{what} (default {_tilde(default_home())})")
+    flag(parser, "--dir", metavar="DIR", env="SPES_HOME", help=f"{what} (default {tilde(default_home())})")
 
 
 def json_flag(parser: argparse.ArgumentParser) -> None:
@@ -164,7 +164,8 @@ def load_identity(args: argparse.Namespace) -> Identity:
     return Identity.load(path)
 
 
-def _tilde(path: Path) -> str:
+def tilde(path: Path) -> str:
+    """A path as people write it: under the own home directory with `~`."""
     return str(path).replace(str(Path.home()), "~", 1)
 
 
