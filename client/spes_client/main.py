@@ -9,10 +9,21 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from spes_client import bench, control_commands, demo, events, keys_commands, lab, plan, repair, run_commands
+from spes_client import (
+    bench,
+    checkpoints,
+    control_commands,
+    demo,
+    events,
+    keys_commands,
+    lab,
+    plan,
+    repair,
+    run_commands,
+)
 from spes_client.ui import EXIT_CODES, Parser, run_program
 
-_COMMANDS = (plan, run_commands, keys_commands, control_commands, events, repair, bench, lab, demo)
+_COMMANDS = (plan, run_commands, keys_commands, control_commands, events, repair, checkpoints, bench, lab, demo)
 
 
 def build_parser() -> Parser:

@@ -1,4 +1,6 @@
-"""A global state as a checkpoint directory that `transformers` loads as OLMoE or Qwen3-MoE, without importing it.
+"""A global state as a checkpoint directory that `transformers` loads as OLMoE or Qwen3-MoE, and back.
+
+`transformers` is not needed for either.
 
 The state's tensor names are the checkpoint's own, so exporting is a matter of writing down the configuration: the one
 thing easily got wrong (`rms_norm_eps`, rotary base and end-of-text id are all different from the class's defaults).
@@ -8,16 +10,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from spes_protocols.errors import UserError
+from spes_p2p.core.tensors import tensor_specs
+from spes_protocols.codec import from_plain
+from spes_protocols.errors import SchemaError, UserError
 from spes_protocols.manifest import Model
 
 
@@ -84,6 +90,95 @@ def export_checkpoint(
         _write_json(out_dir / "config.json", checkpoint_config(model, eos_id))
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write the checkpoint {out_dir}: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A directory that `export_checkpoint` wrote; `state` reads a tensor whenever it is asked for."""
+
+    directory: Path
+    model: Model
+    eos_id: int
+    state: Mapping[str, npt.NDArray[np.float32]]
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The tokenizer's file."""
+        return self.directory / "tokenizer.json"
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """The model and state of an exported directory. Raises `UserError` where it is not one, or is not whole."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}: {error.strerror}; write a checkpoint with: spes export RUN {directory}"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    try:
+        model = _model_of(config)
+        if checkpoint_config(model, config["eos_token_id"]) != config:
+            raise UserError(f"{path} is not as spes export writes it: the model here would not be that one")
+    except (KeyError, TypeError, SchemaError) as error:
+        raise UserError(f"{path} is not of a checkpoint that spes export wrote: {error}") from None
+    return Checkpoint(
+        directory=directory,
+        model=model,
+        eos_id=config["eos_token_id"],
+        state=_State(directory / "model.safetensors", model),
+    )
+
+
+def _model_of(config: Any) -> Model:
+    """The inverse of `checkpoint_config`. Raises `KeyError`, `TypeError` or `SchemaError` for anything else."""
+    same = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_experts",
+        "num_experts_per_tok", "norm_topk_prob", "rms_norm_eps", "initializer_range", "num_key_value_heads",
+    )  # fmt: skip
+    plain = {name: config[name] for name in same}
+    plain |= {
+        "sequence_length": config["max_position_embeddings"],
+        "rope_theta": config["rope_parameters"]["rope_theta"],
+    }
+    if config["model_type"] == "qwen3_moe":
+        plain |= {"qk_norm": "head", "head_dim": config["head_dim"]}
+    return from_plain(Model, plain)
+
+
+class _State(Mapping[str, npt.NDArray[np.float32]]):
+    """The tensors of one safetensors file by name, each read when it is asked for."""
+
+    def __init__(self, path: Path, model: Model) -> None:
+        self._path = path
+        self._shapes = {spec.name: spec.shape for spec in tensor_specs(model, 1)}
+        with self._open() as file:
+            names = set(file.keys())
+        if names != self._shapes.keys():
+            odd = sorted(names ^ self._shapes.keys())
+            raise UserError(f"{path} is not of the model in config.json: {odd[0]} is missing, or one too many")
+
+    def __getitem__(self, name: str) -> npt.NDArray[np.float32]:
+        with self._open() as file:
+            values: npt.NDArray[np.float32] = file.get_tensor(name)
+        if values.shape != self._shapes[name] or values.dtype != np.float32:
+            raise UserError(f"{self._path}: {name} is {values.dtype} {list(values.shape)}: expected float32 "
+                            f"{list(self._shapes[name])}")  # fmt: skip
+        return values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def _open(self) -> Any:
+        try:
+            return safe_open(self._path, framework="np")
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"cannot read {self._path}: {error}") from None
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -1,0 +1,287 @@
+"""`spes export` and `spes eval`: out of a run or a state file, back in again, bits per byte, and the harness."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
+
+from spes_p2p.model import harness
+from spes_p2p.model.evaluate import bits_per_byte
+from spes_p2p.model.export import export_checkpoint, read_checkpoint
+from spes_p2p.model.harness import LocalTask, TaskSet, run_harness
+from spes_p2p.model.moe import MoE
+from spes_p2p.store.first_state import SUFFIX
+from spes_protocols.errors import UserError
+from spes_protocols.manifest import Model
+from tests.unit.cli_support import Spes
+from tests.unit.log_support import MODEL, RunLog, play
+from tests.unit.model_support import QWEN3, random_state
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> RunLog:
+    log = play(tmp_path_factory.mktemp("log"))
+    log.close()
+    return log
+
+
+@pytest.fixture
+def spes(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spes:
+    monkeypatch.setenv("SPES_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return Spes(capsys)
+
+
+# ---- export ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_and_its_state_files_are_exported(spes: Spes, log: RunLog, tmp_path: Path) -> None:
+    allow = ("--allow-source", log.folder.as_uri())
+    answer = spes("export", log.home, "newest", "--json", *allow).json
+    assert answer == {"out": "newest", "round": 5, "state_root": log.chain.head.state_root.hex()}
+    answer = spes("export", log.home, "third", "--round", 3, "--json", *allow).json
+    third = log.states.path(3)
+    from_file = spes("export", third, "file", "--json", *allow).json
+    assert from_file == {"out": "file", "round": None, "state_root": answer["state_root"]}
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "third" / name).read_bytes() == (tmp_path / "file" / name).read_bytes()
+
+    shutil.copyfile(third, tmp_path / f"mine{SUFFIX}")
+    result = spes("export", f"mine{SUFFIX}", "mine", *allow)
+    assert (result.code, "give its run's manifest with --manifest FILE" in result.error) == (2, True)
+    (tmp_path / "mine.spes").write_bytes(log.run.manifest.raw)
+    tokenizer = log.folder / "tokenizer.json"
+    assert spes("export", f"mine{SUFFIX}", "mine", "--tokenizer", tokenizer).code == 0
+    assert spes("export", f"mine{SUFFIX}", "too", "--manifest", "mine.spes", "--tokenizer", tokenizer).code == 0
+    for name in ("mine", "too"):
+        tensors, state = load_file(tmp_path / name / "model.safetensors"), log.states.read(3)
+        assert tensors.keys() == state.keys()
+        assert all(np.array_equal(tensors[name], state[name]) for name in tensors)
+
+
+def test_exports_that_are_refused(spes: Spes, log: RunLog, tmp_path: Path) -> None:
+    state = log.states.path(3)
+    (tmp_path / "junk.safetensors").write_bytes(b"junk")
+    (tmp_path / "run.spes").write_bytes(log.run.manifest.raw)
+    for command, message in (
+        ((state, "out", "--round", 3), "is one state: leave out --round"),
+        ((log.home, "out", "--manifest", "run.spes"), "--manifest goes with a state file"),
+        (("nothing", "out"), "no run at nothing"),
+        (("junk.safetensors", "out", "--manifest", "run.spes"), "is not a state of this manifest's model: 4 bytes"),
+        ((state, "out"), "the tokenizer is not at hand"),
+        ((state, "out", "--tokenizer", "none.json"), "cannot read the tokenizer none.json"),
+        ((state, "out", "--tokenizer", "run.spes"), "give that one with --tokenizer FILE"),
+        ((log.home, tmp_path), "exists and is not an empty directory"),
+    ):
+        result = spes("export", *command)
+        assert result.code == 2
+        assert message in result.error
+        assert not (tmp_path / "out").exists()
+
+
+SMALL = Model(
+    vocab_size=300, hidden_size=24, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, num_experts=8,
+    num_experts_per_tok=2, sequence_length=32,
+)  # fmt: skip
+TEXTS = ("Votes belong to expert groups. The ledger decides.\n", "Nobody is waited for: a late peer sends what it has.")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export with a byte-level tokenizer."""
+    folder = tmp_path_factory.mktemp("small")
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(TEXTS, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.save(str(folder / "bpe.json"))
+    export_checkpoint(random_state(SMALL), SMALL, 0, folder / "bpe.json", folder / "small")
+    return folder / "small"
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm_topk_prob": True, "num_key_value_heads": 2}, QWEN3], ids=str)
+def test_an_export_is_read_back(tmp_path: Path, small: Path, changes: dict[str, Any]) -> None:
+    model = Model(**{**vars(SMALL), **changes})
+    state = random_state(model)
+    export_checkpoint(state, model, 7, small / "tokenizer.json", tmp_path / "out")
+    found = read_checkpoint(tmp_path / "out")
+    assert (found.eos_id, found.model.kv_heads, found.model.head_width) == (7, model.kv_heads, model.head_width)
+    tokens = torch.arange(20)[None]
+    expected, loaded = MoE(model, 4), MoE(found.model, 1)
+    expected.load(state)
+    loaded.load(found.state)
+    with torch.no_grad():
+        assert torch.equal(expected(tokens), loaded(tokens))
+
+
+def change_config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "write a checkpoint with: spes export RUN broken"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "is not of a checkpoint that spes export wrote"),
+        (change_config(hidden_size=7), "hidden_size = 7: expected a number from 8 to 65536"),
+        (change_config(hidden_act="gelu"), "is not as spes export writes it"),
+        (change_config(num_hidden_layers=2), "is not of the model in config.json: model.layers.1"),
+        (lambda folder: (folder / "model.safetensors").write_text("x"), "cannot read broken/model.safetensors"),
+    ],
+)
+def test_checkpoints_that_are_no_exports(
+    spes: Spes, small: Path, tmp_path: Path, damage: Callable[[Path], Any], message: str
+) -> None:
+    shutil.copytree(small, tmp_path / "broken")
+    damage(tmp_path / "broken")
+    (tmp_path / "text.txt").write_text("text")
+    result = spes("eval", "broken", "--text", "a=text.txt")
+    assert result.code == 2
+    assert message in result.error
+
+
+# ---- bits per byte --------------------------------------------------------------------------------------------------
+
+
+def test_bits_per_byte_of_each_text(spes: Spes, small: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text(TEXTS[0])
+    (tmp_path / "two.jsonl").write_text("\n".join(json.dumps({"body": text}) for text in TEXTS))
+    texts = ("--text", "first=one.txt", "--text", "all=two.jsonl", "--text-key", "body")
+    found = spes("eval", small, *texts, "--threads", 1, "--json").json
+    assert found["tasks"] == []
+    tokenizer = Tokenizer.from_file(str(small / "tokenizer.json"))
+    state = read_checkpoint(small).state
+    for row, name, parts in zip(found["texts"], ("first", "all"), (TEXTS[:1], TEXTS), strict=True):
+        ids = [token for text in parts for token in [*tokenizer.encode(text).ids, 0]]
+        size = sum(len(text.encode()) for text in parts)
+        expected = bits_per_byte(state, SMALL, 1, np.array(ids), size, threads=1)
+        assert row == {"name": name, "bytes": size, "tokens": len(ids), "bits_per_byte": expected}
+        assert 1 < row["bits_per_byte"] < 20
+    table = spes("eval", small, "--text", "first=one.txt").out
+    assert f"{found['texts'][0]['bits_per_byte']:.4f}" in table
+
+
+def test_the_held_out_text_of_a_run(spes: Spes, small: Path, log: RunLog, tmp_path: Path) -> None:
+    allow = ("--allow-source", log.folder.as_uri())
+    assert spes("export", log.home, "out", *allow).code == 0
+    (row,) = spes("eval", "out", "--heldout", log.home, "--threads", 1, "--json", *allow).json["texts"]
+    tokens = np.load(log.folder / "heldout.npy")
+    expected = bits_per_byte(log.states.read(5), MODEL, 2, tokens, 400, threads=1)
+    assert row == {"name": "heldout", "bytes": 400, "tokens": 200, "bits_per_byte": expected}
+    result = spes("eval", small, "--heldout", log.home, *allow)
+    assert result.code == 2 and "has another vocabulary than the run at" in result.error
+
+
+def test_texts_that_cannot_be_measured(spes: Spes, small: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "page.html").write_text("text")
+    for given, message in (
+        ("one.txt", "expected NAME=FILE"),
+        ("a=page.html", "expected a text file that ends in .txt, .jsonl or .parquet"),
+        ("a=none.txt", "no file none.txt"),
+        ("a=empty.txt", "holds no text to measure"),
+    ):
+        result = spes("eval", small, "--text", given)
+        assert result.code == 2
+        assert message in result.error
+
+
+# ---- the harness ----------------------------------------------------------------------------------------------------
+
+
+def test_without_the_harness_one_line_says_what_to_install(
+    spes: Spes, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None if name == "lm_eval" else real(name))
+    result = spes("eval", small)
+    assert result.code == 2
+    assert "lm_eval is not installed: pip install 'spes_p2p[eval]' (or lm-eval==0.4.13" in result.error
+
+
+TASK = """
+task: words
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {path}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: gold
+process_docs: !function utils.nothing
+metric_list: [{{metric: acc}}]
+"""
+
+
+def test_local_tasks_that_cannot_be_read(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}")
+    path = tmp_path / "task.yaml"
+    path.write_text(TASK.format(path=data))
+    assert LocalTask.read(path) == LocalTask(path, "words")
+    for text, message in (
+        (TASK.format(path="data.jsonl"), "data_files names data.jsonl: expected the absolute path of a file"),
+        (TASK.format(path=tmp_path / "none"), "expected the absolute path of a file"),
+        ("tag: words", "it has no name under `task`"),
+        ("a: [", "is not YAML: while parsing"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=message):
+            LocalTask.read(path)
+    with pytest.raises(UserError, match="cannot read the task"):
+        LocalTask.read(tmp_path / "none.yaml")
+
+
+QUESTIONS = [
+    {"question": "Votes belong to", "choices": [" expert groups", " nobody"], "gold": 0},
+    {"question": "The ledger", "choices": [" sends", " decides"], "gold": 1},
+    {"question": "Nobody is", "choices": [" waited for", " late"], "gold": 0},
+    {"question": "A late peer", "choices": [" decides", " sends what it has"], "gold": 1},
+]
+
+
+def test_the_harness_gives_what_the_model_says(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval", reason="the extra spes_p2p[eval] is not installed")
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")  # so that they are put back
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    data, task = tmp_path / "data.jsonl", tmp_path / "task.yaml"
+    data.write_text("\n".join(map(json.dumps, QUESTIONS)))
+    task.write_text(TASK.format(path=data).replace("process_docs: !function utils.nothing\n", ""))
+    scores = run_harness(
+        small, (TaskSet(tasks=(str(task),)),), limit=None, batch_size=3, device="cpu", threads=1
+    )  # fmt: skip
+
+    checkpoint = read_checkpoint(small)
+    moe = MoE(checkpoint.model, 1)
+    moe.load(checkpoint.state)
+    tokenizer = Tokenizer.from_file(str(checkpoint.tokenizer_path))
+
+    def loglikelihood(question: str, choice: str) -> float:
+        ids, begin = tokenizer.encode(question + choice).ids, len(tokenizer.encode(question).ids)
+        with torch.no_grad():
+            logs = moe(torch.tensor([ids])).log_softmax(-1)[0]
+        return math.fsum(float(logs[place - 1, ids[place]]) for place in range(begin, len(ids)))
+
+    right = [
+        int(np.argmax([loglikelihood(row["question"], choice) for choice in row["choices"]])) == row["gold"]
+        for row in QUESTIONS
+    ]
+    (score,) = scores
+    assert (score.task, score.metric, score.fewshot, score.questions) == ("words", "acc", 0, 4)
+    assert score.value == sum(right) / 4
