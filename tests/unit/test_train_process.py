@@ -16,17 +16,18 @@ import pytest
 import torch
 
 from spes_p2p.core.choice import Wish
+from spes_p2p.core.engine import Engine
 from spes_p2p.core.tensors import section_specs, tensor_specs
 from spes_p2p.data.batches import TokenData
 from spes_p2p.delta.codecs import decode_section
 from spes_p2p.delta.numeric import FloatArray
 from spes_p2p.model.moe import MoE
-from spes_p2p.model.moments import Moments
+from spes_p2p.model.moments import Moments, Quantised
 from spes_p2p.model.optim import make_adamw, moments_of
 from spes_p2p.store.rundir import RunDir
 from spes_p2p.train.loop import RoundPlan, train_round
 from spes_p2p.train.state import TrainerState, load_state
-from spes_p2p.train.trainer import EXIT_DISK_FULL, EXIT_MEMORY, DataError, Options, describe, work
+from spes_p2p.train.trainer import EXIT_DISK_FULL, EXIT_MEMORY, DataError, Options, describe, engine_for, work
 from spes_protocols import control_pb2 as pb
 from spes_protocols.errors import DiskFullError, UserError
 from tests.unit.model_support import GROUPS, MODEL
@@ -50,6 +51,7 @@ def peer(tmp_path: Path) -> Iterator[FakePeer]:
 
 
 Start = Callable[[], subprocess.Popen[str]]
+NOTHING_ASKED = Wish()
 
 
 @pytest.fixture
@@ -66,13 +68,13 @@ def start(run: RunDir, peer: FakePeer, tmp_path: Path) -> Iterator[Start]:
         process.communicate(timeout=EVENT_SECONDS)
 
 
-def options(run: RunDir, directory: Path) -> Options:
+def options(run: RunDir, directory: Path, wish: Wish = NOTHING_ASKED) -> Options:
     return Options(
         socket=directory / "s",
         run_dir=run.path,
         threads=1,
         device="cpu",
-        engine=Wish(),
+        engine=wish,
         peak_flops=0.0,
         allow_sources=(directory.as_uri(),),
         cache_bytes_max=1 << 30,
@@ -84,7 +86,7 @@ def saved(run: RunDir) -> TrainerState:
 
 
 def trained(
-    run: RunDir, task: pb.TrainRound, start: Arrays, moments: dict[str, Moments]
+    run: RunDir, task: pb.TrainRound, start: Arrays, moments: dict[str, Moments], engine: Engine | None = None
 ) -> tuple[Arrays, dict[str, Moments]]:
     """What the trainer must arrive at: the same loop, here, from the weights `start`."""
     torch.set_num_threads(1)
@@ -92,7 +94,7 @@ def trained(
     data = TokenData(
         record.data, MODEL.sequence_length, record.seed, run.cache_dir, ("file:///",), cache_bytes_max=1 << 30
     )
-    moe = MoE(MODEL, GROUPS, task.groups)
+    moe = MoE(MODEL, GROUPS, task.groups, engine=engine)
     moe.load(start)
     adamw = make_adamw(moe, record.optimizer, moments)
     train_round(
@@ -103,7 +105,7 @@ def trained(
             step=task.step, steps=task.steps, batch_sequences=task.batch_sequences, first_sequence=task.first_sequence
         ),
         sequences=data.sequences,
-        micro_batch=None,
+        micro_batch=moe.engine.micro_batch,
         report=lambda step: None,
         should_cut=lambda: False,
     )
@@ -250,6 +252,36 @@ def test_outcomes_and_a_change_of_groups(run: RunDir, peer: FakePeer, tmp_path: 
     assert all(moments.steps == 1 for moments in after[5].moments.values())
 
 
+def test_every_saving_at_once_with_a_new_trainer_for_the_second_round(
+    run: RunDir, peer: FakePeer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spes_p2p.model.optim.INT8_ELEMENTS_MIN", 100)  # the test's matrices are smaller than real ones
+    wish = Wish(frozen="int8", moments="int8", gradients="bf16", recompute=True, micro_batch=3)
+    engine = engine_for(wish, "cpu")
+    states = [write_state(run, number) for number in range(2)]
+    moments: dict[str, Moments] = {}
+    differences: Arrays = {}
+    for number, state in enumerate(states):
+        task = round_task(run, number, [0], steps=2)
+        with serving(run, tmp_path, wish):
+            assert peer.event("ready").has_pending == (number > 0)
+            peer.tell(train=task)
+            done = peer.event("round_done")
+            peer.tell(stop=pb.Stop())
+        # Round 0 was missed, so an owner goes on from its exact weights, which are those it has trained.
+        exact = {name: state[name] + ahead for name, ahead in differences.items()}
+        weights, moments = trained(run, task, state | exact, moments, engine)
+        differences = pick(minus(weights, state), group_names(0))
+        assert_equal(pick(saved(run).residuals, group_names(0)), differences)
+        assert all(np.any(values) for values in decoded(done).values())
+        for name, kept in saved(run).moments.items():
+            assert kept.steps == 2 * (number + 1)
+            assert isinstance(kept.mean, Quantised) == (np.prod(SHAPES[name]) >= 100)
+            if isinstance(kept.mean, Quantised):
+                assert torch.equal(kept.mean.codes, moments[name].mean.codes)
+                assert torch.equal(kept.square.scales, moments[name].square.scales)
+
+
 @pytest.mark.processes
 def test_cut_stop_and_a_dead_peer(run: RunDir, peer: FakePeer, start: Start) -> None:
     for number in range(3):
@@ -286,10 +318,10 @@ def test_cut_stop_and_a_dead_peer(run: RunDir, peer: FakePeer, start: Start) -> 
 
 
 @contextlib.contextmanager
-def serving(run: RunDir, directory: Path) -> Iterator[None]:
+def serving(run: RunDir, directory: Path, wish: Wish = NOTHING_ASKED) -> Iterator[None]:
     """A trainer in a thread of this process; the block must make it end well."""
     result: queue.SimpleQueue[int] = queue.SimpleQueue()
-    threading.Thread(target=lambda: result.put(work(options(run, directory))), daemon=True).start()
+    threading.Thread(target=lambda: result.put(work(options(run, directory, wish))), daemon=True).start()
     yield
     assert result.get(timeout=EVENT_SECONDS) == 0
 
