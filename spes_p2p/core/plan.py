@@ -176,11 +176,11 @@ def activation_bytes(model: Model, engine: Engine, *, tokens: int, device: Devic
         8 T * E + 32 R      the router's logits and softmax; which expert each row goes to, there and back
         c R * (2 D + 4 F)   experts: rows in and out, gate, its SiLU, up, their product
 
-    and on a CPU, whose norms are put together from single operations, each norm's input in fp32 once more. A frozen
-    expert does not keep its product, so 4 F is an upper bound. Weights in another form than the compute dtype are
-    converted for one product at a time and kept in neither pass (`model/frozen.py`). With `recompute` a layer keeps
-    only its residual stream and the router's two fp32 tables, and
-    one layer at a time has all of the above.
+    and on a CPU, whose norms are put together from single operations, each norm's input in fp32 once more, and where
+    heads share keys attention's result in another order. A frozen expert does not keep its product, so this is an upper
+    bound, and nearly reached where all experts are owned. Weights in another form than the compute dtype are converted
+    for one product at a time and kept in neither pass (`model/frozen.py`). With `recompute` a layer keeps only its
+    residual stream and the router's two fp32 tables, and one layer at a time has all of the above.
     """
     c, layers = compute_bytes(device), model.num_hidden_layers
     width, hidden, experts = model.hidden_size, model.intermediate_size, model.num_experts
@@ -190,7 +190,7 @@ def activation_bytes(model: Model, engine: Engine, *, tokens: int, device: Devic
     layer += FP32 * tokens * model.num_attention_heads + 8 * tokens * experts + 32 * rows
     layer += c * rows * (2 * width + 4 * hidden)
     if device == "cpu":
-        layer += FP32 * tokens * (2 * width + queries + keys)
+        layer += FP32 * tokens * (2 * width + queries + keys + (queries if keys < queries else 0))
     ends = tokens * width * (2 * FP32 + c)
     if engine.recompute:
         return layers * tokens * (FP32 * width + 8 * experts) + layer + ends
