@@ -69,7 +69,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.all:
         ui.print_rich(_cards_table(subject))
         print()
-    ui.print_rich(ui.pairs_table(_machine_rows(subject, machine, here) + _rows(subject, device, known, here)))
+    ui.print_rich(ui.pairs_table(_machine_rows(subject, machine, here) + _rows(subject, device, known, machine)))
     return ui.EXIT_OK
 
 
@@ -206,7 +206,7 @@ def _machine_rows(subject: Subject, machine: Machine, here: Choice) -> list[tupl
     ]
 
 
-def _rows(subject: Subject, device: Device, known: measured.Measured | None, here: Choice) -> list[tuple[str, str]]:
+def _rows(subject: Subject, device: Device, known: measured.Measured | None, machine: Machine) -> list[tuple[str, str]]:
     """What does not depend on the options."""
     files, owned = subject.files(), subject.owned
     traffic = plan.traffic(files, peers=subject.senders, groups=subject.groups, owned=owned)
@@ -216,11 +216,14 @@ def _rows(subject: Subject, device: Device, known: measured.Measured | None, her
     in_run = f"; {_amount(disk.log_round * rounds)} for {rounds} rounds" if rounds else ""
     seconds = 8 * max(traffic.sent, traffic.received) / LINE_BITS_PER_SECOND
     rows = [
-        ("host memory", memory_text(host) + (" beside the above" if device == "cpu" else "")),
+        (
+            "host memory",
+            memory_text(host) + (" beside the above" if device == "cpu" else "") + _over(host, machine.host_free_bytes),
+        ),
         (
             "disk",
             f"{_amount(disk.total)}: states {_amount(disk.states)}, contributions {_amount(disk.blobs)}, "
-            f"trainer {_amount(disk.trainer)}",
+            f"trainer {_amount(disk.trainer)}{_over(disk.total, machine.disk_free_bytes)}",
         ),
         ("whole log", f"{_amount(disk.log_round)} a round{in_run}, for whoever archives it"),
         (
@@ -233,6 +236,10 @@ def _rows(subject: Subject, device: Device, known: measured.Measured | None, her
     ]
     step = step_text(subject, known, owned)
     return rows + ([("a round's steps", step)] if step else [])
+
+
+def _over(needed: int, free: int) -> str:
+    return "; more than is free here" if needed > free else ""
 
 
 def apply_seconds(subject: Subject, known: measured.Measured | None) -> float:

@@ -211,6 +211,25 @@ def test_a_card_is_read_from_its_drivers_line(monkeypatch: pytest.MonkeyPatch) -
     assert 0 < here.host_free_bytes <= here.host_total_bytes and here.disk_free_bytes > 0
 
 
+def test_a_containers_limit_counts_where_it_is_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [tmp_path / name for name in ("max", "current", "stat")]
+    (tmp_path / "meminfo").write_text("MemTotal: 16000000 kB\nMemFree: 1 kB\nMemAvailable: 12000000 kB\n")
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "_CGROUP_LIMITS", (tuple(paths),))
+
+    def seen() -> tuple[int, int]:
+        here = machine.look(tmp_path)
+        return here.host_total_bytes, here.host_free_bytes
+
+    whole = (16_000_000 * 1024, 12_000_000 * 1024)
+    assert seen() == whole  # no container
+    for path, text in zip(paths, ("4000000000", "3000000000", "anon 5\ninactive_file 500000000\n"), strict=True):
+        path.write_text(text)
+    assert seen() == (4_000_000_000, 1_500_000_000)
+    paths[0].write_text("max\n")
+    assert seen() == whole
+
+
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     """A run of the 1b model, 16 groups, up to 4 for a peer, 256 sequences in a peer's step."""
