@@ -11,7 +11,7 @@ import pytest
 
 from spes_p2p.crypto.envelope import unseal_manifest
 from spes_p2p.delta.genesis import genesis_root, genesis_tensors
-from spes_p2p.peer import joining
+from spes_p2p.peer import joining, service
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.retention import Retention
 from spes_p2p.replay.verify import Verifier
@@ -20,8 +20,10 @@ from spes_p2p.store.blobs import BlobStore
 from spes_p2p.store.first_state import adopt_state, state_index, write_state
 from spes_p2p.store.rundir import RunDir
 from spes_p2p.store.states import StateStore
+from spes_protocols.codec import decode
 from spes_protocols.errors import NetworkError, UserError
 from spes_protocols.manifest import Manifest
+from spes_protocols.requests import SNAPSHOTS, SnapshotsReply
 from tests.net.helpers import Net, net_test
 from tests.unit.cli_support import Spes, complete, write_toml
 from tests.unit.hostile_support import MemoryTransport
@@ -188,6 +190,37 @@ def test_a_holder_with_another_first_state_is_not_believed(log: RunLog, tmp_path
     with pytest.raises(NetworkError):
         asyncio.run(asyncio.wait_for(newcomer.syncer.state(), 60))
     assert newcomer.states.rounds() == []
+
+
+def test_a_bootstrap_that_holds_nothing_else_is_asked_for_it(log: RunLog, tmp_path: Path) -> None:
+    swarm = Swarm(log, tmp_path)
+    swarm.holder.rounds = (0,)
+    contacts = swarm.newcomer.syncer._contacts
+    everybody = contacts.volunteers()
+    contacts.fresh = lambda: everybody  # type: ignore[method-assign]
+    contacts.volunteers = list  # type: ignore[method-assign]
+    asyncio.run(asyncio.wait_for(swarm.newcomer.syncer.snapshot_at(0), 60))
+    assert swarm.newcomer.states.verify(0) == log.manifest.genesis_root
+    with pytest.raises(NetworkError, match="no peer serves a snapshot of round 3"):
+        asyncio.run(asyncio.wait_for(swarm.newcomer.syncer.snapshot_at(3), 60))
+
+
+def test_of_too_many_states_the_first_and_the_newest_are_offered(
+    log: RunLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nobody(sender: str, raw: bytes) -> bytes:
+        raise AssertionError("nothing is pushed here")
+
+    monkeypatch.setattr(service, "SNAPSHOTS_MAX", 2)
+    network: dict[str, MemoryTransport] = {}
+    transport = MemoryTransport(network, ADA)
+    service.Service(
+        transport, log.run.manifest.raw, log.chain, log.states, log.run.blobs(),
+        on_hello=nobody, on_push=nobody, claims=lambda: (),
+    )  # fmt: skip
+    asker = MemoryTransport(network, BOB)
+    raw = asyncio.run(asker.call(ADA.peer_id, SNAPSHOTS, b"", timeout_seconds=5))
+    assert decode(SnapshotsReply, raw).rounds == (0, ROUNDS)
 
 
 def test_a_bootstrap_gives_the_file_beside_its_manifest(log: RunLog, tmp_path: Path) -> None:
