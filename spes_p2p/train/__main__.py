@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from spes_p2p.core.choice import Wish
@@ -22,8 +23,8 @@ def _positive(text: str) -> int:
     return value
 
 
-def main() -> int:
-    """Parse the flags and work until the peer ends the stream."""
+def read_options(argv: Sequence[str] | None = None) -> Options:
+    """The flags as the peer gives them (`peer.trainer_link`)."""
     parser = argparse.ArgumentParser(prog="python -m spes_p2p.train", description="The trainer of a spes peer.")
     parser.add_argument("--socket", type=Path, required=True, help="the peer's Unix socket")
     parser.add_argument("--run-dir", type=Path, required=True, help="the run's directory")
@@ -41,29 +42,33 @@ def main() -> int:
     parser.add_argument("--peak-flops", type=float, default=0.0, help="the device's measured rate, to show utilisation")
     parser.add_argument("--allow-source", action="append", default=[], metavar="PREFIX", help="URLs the data may use")
     parser.add_argument("--cache-gib", type=float, default=20.0, help="disk for cached data in GiB (default 20)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    return Options(
+        socket=arguments.socket,
+        run_dir=arguments.run_dir,
+        threads=arguments.threads,
+        device=arguments.device,
+        engine=Wish(
+            frozen=arguments.frozen,
+            moments=arguments.moments,
+            gradients=arguments.gradients,
+            recompute=arguments.recompute or None,
+            micro_batch=arguments.micro_batch,
+            compile=arguments.compile,
+            grouped=arguments.grouped,
+        ),
+        peak_flops=arguments.peak_flops,
+        allow_sources=tuple(arguments.allow_source),
+        cache_bytes_max=int(arguments.cache_gib * 2**30),
+    )
+
+
+def main() -> int:
+    """Work until the peer ends the stream."""
+    options = read_options()
     # Ctrl-C reaches every process of the terminal; how the trainer ends is the peer's to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return work(
-        Options(
-            socket=arguments.socket,
-            run_dir=arguments.run_dir,
-            threads=arguments.threads,
-            device=arguments.device,
-            engine=Wish(
-                frozen=arguments.frozen,
-                moments=arguments.moments,
-                gradients=arguments.gradients,
-                recompute=arguments.recompute,
-                micro_batch=arguments.micro_batch,
-                compile=arguments.compile,
-                grouped=arguments.grouped,
-            ),
-            peak_flops=arguments.peak_flops,
-            allow_sources=tuple(arguments.allow_source),
-            cache_bytes_max=int(arguments.cache_gib * 2**30),
-        )
-    )
+    return work(options)
 
 
 if __name__ == "__main__":

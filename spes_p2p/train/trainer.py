@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,10 +123,17 @@ def engine_for(wish: Wish, device: str) -> Engine:
 
 
 def check_device(engine: Engine, device: torch.device) -> None:
-    """Raises `UserError` where a device cannot do what is asked: grouped products want a Hopper or Blackwell GPU."""
+    """Raises `UserError` where a device cannot do what is asked.
+
+    Grouped products want a Hopper or Blackwell GPU; compiling for a CPU wants a C++ compiler (for a GPU, torch brings
+    what it takes).
+    """
     if engine.grouped and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in GROUPED_MAJORS:
         name = torch.cuda.get_device_name(device)
         raise UserError(f"{name} has no grouped products (that takes compute capability 9 or 10): leave out --grouped")
+    compilers = (os.environ.get("CXX") or "g++", "g++", "clang++")
+    if engine.compile and device.type == "cpu" and not any(map(shutil.which, compilers)):
+        raise UserError("no C++ compiler to compile with (CXX, g++, clang++): install one or leave out --compile")
 
 
 class Trainer:

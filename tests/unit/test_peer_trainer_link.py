@@ -9,9 +9,18 @@ from typing import Any, cast
 
 import pytest
 
+from spes_p2p.core.choice import Wish
 from spes_p2p.peer import trainer_link
-from spes_p2p.peer.trainer_link import EXIT_DISK_FULL, EXIT_USAGE, FAILURES_MAX, TrainerLink, TrainerOptions
+from spes_p2p.peer.trainer_link import (
+    EXIT_DISK_FULL,
+    EXIT_USAGE,
+    FAILURES_MAX,
+    TrainerLink,
+    TrainerOptions,
+    engine_flags,
+)
 from spes_p2p.train import trainer
+from spes_p2p.train.__main__ import read_options
 
 SECONDS_MAX = 60.0
 CANNOT_START = -1
@@ -54,6 +63,17 @@ async def lines_before_giving_up(run_dir: Path, *codes: int) -> list[str]:
 
 def test_the_exit_code_is_the_trainers() -> None:
     assert trainer.EXIT_DISK_FULL == EXIT_DISK_FULL
+
+
+def test_the_trainer_reads_what_was_asked_of_the_engine() -> None:
+    asked = [
+        Wish(),
+        Wish(frozen="int8", moments="int8", gradients="bf16", recompute=True),
+        Wish(frozen="bf16", compile=True, grouped=True),
+    ]
+    for wish in asked:
+        flags = ["--socket", "s", "--run-dir", "r", *engine_flags(wish)]
+        assert read_options(flags).engine == wish
 
 
 def test_a_mistake_of_the_person_ends_it_at_once(tmp_path: Path) -> None:

@@ -27,7 +27,16 @@ from spes_p2p.model.optim import make_adamw, moments_of
 from spes_p2p.store.rundir import RunDir
 from spes_p2p.train.loop import RoundPlan, train_round
 from spes_p2p.train.state import TrainerState, load_state
-from spes_p2p.train.trainer import EXIT_DISK_FULL, EXIT_MEMORY, DataError, Options, describe, engine_for, work
+from spes_p2p.train.trainer import (
+    EXIT_DISK_FULL,
+    EXIT_MEMORY,
+    DataError,
+    Options,
+    check_device,
+    describe,
+    engine_for,
+    work,
+)
 from spes_protocols import control_pb2 as pb
 from spes_protocols.errors import DiskFullError, UserError
 from tests.unit.model_support import GROUPS, MODEL
@@ -336,6 +345,19 @@ def failure(run: RunDir, peer: FakePeer, directory: Path, capsys: pytest.Capture
     assert capsys.readouterr().err == f"trainer: {failed.message}\n"
     assert not any(run.out_dir.iterdir())
     return failed, exit_code
+
+
+def test_compiling_without_a_compiler_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(UserError, match="leave out --compile"):
+        check_device(Engine(compile=True), cpu)
+    check_device(Engine(grouped=True), cpu)
+    compiler = tmp_path / "my-c++"
+    compiler.touch(mode=0o755)
+    monkeypatch.setenv("CXX", compiler.name)
+    check_device(Engine(compile=True), cpu)
 
 
 def test_data_that_is_not_what_the_manifest_says(
