@@ -40,7 +40,7 @@ def register(subparsers: Any) -> None:
         help=f"sequences at a time (default: {MICRO_BATCH_TOKENS} tokens of them)",
     )  # fmt: skip
     ui.flag(
-        parser, "--device", type=ui.one_of("cpu", "cuda"), default="cuda",
+        parser, "--device", type=ui.one_of("cpu", "cuda"), default="cuda", env=None,
         help="what the table is for: cuda (default) or cpu",
     )  # fmt: skip
     ui.flag(parser, "--all", action="store_true", env=None, help="every combination of options, and cards of all sizes")
