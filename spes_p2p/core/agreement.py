@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 from spes_p2p.core.members import Electorate, Strength
 from spes_p2p.core.outputs import (
@@ -27,7 +28,7 @@ from spes_p2p.core.outputs import (
     RootsDiffer,
     Say,
 )
-from spes_p2p.core.views import NIL, Leniency, Step, Timeouts, View, Vote
+from spes_p2p.core.views import NIL, Held, Leniency, Step, Timeouts, View, Vote
 from spes_protocols.codec import digest
 from spes_protocols.messages import Precommit, Prevote, Proposal, Signed, VerifiedSet
 
@@ -64,10 +65,8 @@ class Agreement:
         self.halted = False
         self.leniency = Leniency.QUORUM
         self.present: frozenset[str] = frozenset()
-        self.locked_view = -1
-        self.locked_id = NIL
-        self.valid_view = -1
-        self.valid_id = NIL
+        self.locked = Held()
+        self.valid = Held()
         self._views: dict[int, View] = defaultdict(View)
         self._sets: dict[bytes, VerifiedSet] = {}
         self._checked: dict[bytes, bool | None] = {}
@@ -92,6 +91,7 @@ class Agreement:
         Those of other signers are prevotes that `Say.proof` named. No lock is on sets `elsewhere`, of another branch.
         """
         self._sets.update(sets)
+        locks: list[tuple[int, bytes]] = []
         for message in mine:
             record = message.record
             if message.signer != self.me:
@@ -108,11 +108,12 @@ class Agreement:
                 self._count(message)  # type: ignore[arg-type]
             if isinstance(record, Precommit):
                 step = Step.PRECOMMIT
-                if record.value and record.view > self.locked_view and record.value not in elsewhere:
-                    self.locked_view, self.locked_id = record.view, record.value
+                locks += [(record.view, record.value)] if record.value and record.value not in elsewhere else []
             if (record.view, step) > (self.view, self.step):
                 self.view, self.step = record.view, step
-        self.valid_view, self.valid_id = self.locked_view, self.locked_id
+        for view, value_id in sorted(locks):
+            for held in (self.locked, self.valid):
+                held.take(view, value_id, is_firm=self._is_firm(value_id))
 
     def start(self, now: float) -> list[Output]:
         """Begin to take part: view 0, or the view in which a restart left off."""
@@ -229,8 +230,7 @@ class Agreement:
     @property
     def is_called(self) -> bool:
         """More than a third of the votes take part already: time to start, whatever this peer waits for."""
-        heard = self.heard(0)
-        return self.electorate.is_blocking(self.electorate.weight(heard))
+        return self.electorate.is_blocking(self.electorate.weight(self.heard(0)))
 
     @property
     def _is_idle(self) -> bool:
@@ -313,7 +313,7 @@ class Agreement:
     @property
     def valid_set(self) -> VerifiedSet | None:
         """The last set that a quorum of prevotes was for, as far as this peer knows."""
-        return self._sets.get(self.valid_id)
+        return self._sets.get(self.valid.id)
 
     def _is_left_alone(self, number: int) -> bool:
         """Whether no majority is there to agree on the valid set; another like it must drop the owners who are gone."""
@@ -322,10 +322,10 @@ class Agreement:
 
     def _proposal(self, number: int, value: VerifiedSet) -> Proposal:
         """A proposal of a set, with the proof that a quorum was for it, or for the one whose place it takes."""
-        if self.valid_id not in (value.id, value.core_id):
+        if self.valid.id not in (value.id, value.core_id):
             return Proposal(view=number, valid_view=-1, value=value.value)
-        proof = tuple(vote.raw for vote in self._proof(self.valid_view, self.valid_id))
-        return Proposal(view=number, valid_view=self.valid_view, value=value.value, polc=proof)
+        proof = tuple(vote.raw for vote in self._proof(self.valid.view, self.valid.id))
+        return Proposal(view=number, valid_view=self.valid.view, value=value.value, polc=proof)
 
     def _wait(self, seconds: float, number: int) -> float:
         """Seconds to wait in a view. Who relents is quick with absent leaders, and slower from turn to turn only."""
@@ -343,6 +343,7 @@ class Agreement:
             outputs += [] if self.decided else self._decide()
             if self._is_idle:
                 break
+            self._let_go()
             outputs += self._skip_ahead(now)
             outputs += self._request_check(now)
             outputs += self._prevote()
@@ -456,9 +457,9 @@ class Agreement:
             if claimed >= self.view or not (by_itself or self._has_polka(claimed, value.core_id)):
                 return []
             # The same quorum that proves a set in whose place another is to come may have decided it in that view.
-            free = self.locked_view < claimed + by_itself or self._is_open_to(value)
+            free = self.locked.view < claimed + by_itself or self._is_open_to(value)
         else:
-            free = self.locked_view == -1 or self._is_open_to(value)
+            free = self.locked.view == -1 or self._is_open_to(value)
         return self._say_prevote(value_id if valid and free else NIL)
 
     def _leniency_for(self, value: VerifiedSet) -> Leniency:
@@ -468,11 +469,21 @@ class Agreement:
         kept = self.electorate.weight(self.electorate.kept(value.value.dropped))
         return Leniency.MAJORITY if self.electorate.is_majority(kept) else Leniency.ANY
 
+    def _is_firm(self, value_id: bytes) -> bool:
+        return value_id not in self._sets or self._leniency_for(self._sets[value_id]) < Leniency.ANY
+
+    def _let_go(self) -> None:
+        """Hold no longer to what drops an owner who is here again."""
+        for held in (self.locked, self.valid):
+            known = self._sets.get(held.id)
+            if known is not None and not self._is_firm(held.id) and not self._keeps_who_is_here(known.value.dropped):
+                held.let_go()
+
     def _is_open_to(self, value: VerifiedSet) -> bool:
         """Whether the lock allows a set: the locked one, or without a majority the same with more owners dropped."""
-        if value.id == self.locked_id:
+        if value.id == self.locked.id:
             return True
-        locked = self._sets.get(self.locked_id)
+        locked = self._sets.get(self.locked.id)
         if locked is None or self._leniency_for(value) < Leniency.ANY:
             return False
         return value.core_id == locked.core_id and set(locked.value.dropped).issubset(value.value.dropped)
@@ -483,7 +494,7 @@ class Agreement:
         if view.proposal is not None and self.step >= Step.PREVOTE:
             value_id = view.proposed_id
             if self._checked.get(value_id) and self._has_polka(self.view, value_id):
-                self.valid_view, self.valid_id = self.view, value_id
+                self.valid.take(self.view, value_id, is_firm=self._is_firm(value_id))
                 if self.step == Step.PREVOTE:
                     view.timers.pop(Step.PREVOTE, None)
                     view.timed.add(Step.PREVOTE)
@@ -493,7 +504,7 @@ class Agreement:
                     root = self._roots[value_id]
                     if root is None:
                         return []
-                    self.locked_view, self.locked_id = self.view, value_id
+                    self.locked.take(self.view, value_id, is_firm=self._is_firm(value_id))
                     return self._say_precommit(value_id, root)
         if self.step == Step.PREVOTE and self._has_polka(self.view, NIL):
             return self._say_precommit(NIL, NIL)
@@ -553,26 +564,16 @@ class Agreement:
 
     def _say_prevote(self, value_id: bytes) -> list[Output]:
         self.step = Step.PREVOTE
-        run_id, epoch, number = self.place
-        degraded = bool(self.leniency)
-        return self._say(
-            Prevote(run_id=run_id, epoch=epoch, round=number, view=self.view, value=value_id, degraded=degraded)
-        )
+        return self._say(Prevote(**self._here(), value=value_id))
 
     def _say_precommit(self, value_id: bytes, root: bytes) -> list[Output]:
         self.step = Step.PRECOMMIT
-        run_id, epoch, number = self.place
         proof = self._proof(self.view, value_id) if value_id else ()
-        vote = Precommit(
-            run_id=run_id,
-            epoch=epoch,
-            round=number,
-            view=self.view,
-            value=value_id,
-            state_root=root,
-            degraded=bool(self.leniency),
-        )
-        return self._say(vote, proof)
+        return self._say(Precommit(**self._here(), value=value_id, state_root=root), proof)
+
+    def _here(self) -> dict[str, Any]:
+        place = dict(zip(("run_id", "epoch", "round"), self.place, strict=True))
+        return place | {"view": self.view, "degraded": bool(self.leniency)}
 
     def _say(self, record: Prevote | Precommit, proof: tuple[Signed[Prevote], ...] = ()) -> list[Output]:
         silent = self.abstains or self.me not in self.electorate.weights
@@ -589,7 +590,7 @@ class Agreement:
         """
         proposal = self._views[self.view].proposal
         messages: list[Signed[Proposal] | Vote] = [proposal] if proposal else []
-        numbers = {self.view, self.view - 1, self.locked_view, self.valid_view} | self._asked_views
+        numbers = {self.view, self.view - 1, self.locked.view, self.valid.view} | self._asked_views
         self._asked_views.clear()
         if proposal:
             numbers.add(proposal.record.valid_view)

@@ -81,6 +81,28 @@ def choice_of(record: Prevote | Precommit) -> Choice:
 
 
 @dataclass
+class Held:
+    """The last set that a peer holds to, and in which view it took it; `firm` is the last one that keeps a majority.
+
+    What a few agree on binds them only while those it drops are away: two such sides would wait for one another.
+    """
+
+    view: int = -1
+    id: bytes = NIL
+    firm: tuple[int, bytes] = (-1, NIL)
+
+    def take(self, view: int, id: bytes, *, is_firm: bool) -> None:
+        """Hold to a set from this view on."""
+        self.view, self.id = view, id
+        if is_firm:
+            self.firm = view, id
+
+    def let_go(self) -> None:
+        """Hold to the last firm one again, or to nothing."""
+        self.view, self.id = self.firm
+
+
+@dataclass
 class View:
     """What was heard in one view; the first vote of a signer in each step counts."""
 

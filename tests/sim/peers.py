@@ -91,6 +91,7 @@ class SimPeer:
         self._tick_at: float | None = None
         self._heard_of_leave = False
         self._claim: Signed[Claim] | None = None
+        self._awaited: Committed | None = None
         self._roots: dict[bytes, bytes] = {}
         world.peers[name] = self
 
@@ -112,7 +113,7 @@ class SimPeer:
             return
         world, options = self.world, self.world.options
         self.up, self.ready, self.life = True, False, self.life + 1
-        self._tick_at, self._claim, self._roots = None, None, {}
+        self._tick_at, self._claim, self._roots, self._awaited = None, None, {}, None
         self.busy_until = self.wakes_at = 0.0
         skew = world.chance("clock_skew")
         drift = skew.uniform(-options.clock_drift_max, options.clock_drift_max)
@@ -393,7 +394,15 @@ class SimPeer:
             self._roots[output.value.id] = self.compute_root(output.value)
             self._store_commit(output)
         else:
+            self._awaited = output
             self.after(RETRY_SECONDS, self._apply_commit, output)
+
+    def waits_for_what_is_lost(self) -> bool:
+        """Whether it knows that a round is closed whose contributions only those had who have left for good."""
+        output, there = self._awaited, self.world.honest()
+        if output is None or self.head.id != output.body.parent:
+            return False
+        return not all(any(h.id in other.disk.blobs for other in there) for h in output.value.headers)
 
     def _store_commit(self, output: Committed) -> None:
         if self.head.id != output.body.parent:

@@ -20,6 +20,7 @@ from spes_p2p.core.ledger import advanced, commit_body
 from spes_p2p.core.members import Electorate
 from spes_p2p.core.outputs import Committed
 from spes_p2p.core.rounds import Output, Participant
+from spes_p2p.core.views import Held
 from spes_protocols.messages import Commit, Member, VerifiedSet
 from tests.sim import checkers
 from tests.sim.disk import Disk
@@ -98,7 +99,7 @@ def _lock_dropped() -> contextlib.AbstractContextManager[None]:
 
     def forgetful(enter: Any) -> Any:
         def entered(self: Agreement, number: int, now: float) -> Any:
-            self.locked_view, self.locked_id, self.valid_view, self.valid_id = -1, b"", -1, b""
+            self.locked, self.valid = Held(), Held()
             return enter(self, number, now)
 
         return entered

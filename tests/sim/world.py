@@ -237,6 +237,8 @@ class World:
         there = electorate.weight(peer.name for peer in self.honest() if not peer.leaving)
         if head.ended or not there or not self.is_in_model(head):
             return None
+        if any(peer.waits_for_what_is_lost() for peer in self.honest()):
+            return None
         if electorate.is_quorum(there):
             return 0.0
         if electorate.is_majority(there):

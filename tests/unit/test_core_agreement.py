@@ -277,7 +277,7 @@ def locked() -> Machine:
     machine.hear(*prevotes(X.id, others(ME, 2)))
     machine.hear(*precommits(NIL, others(ME, 2)))
     machine.wait(4.0)
-    assert (machine.core.view, machine.core.locked_id) == (1, X.id)
+    assert (machine.core.view, machine.core.locked.id) == (1, X.id)
     machine.said.clear()
     return machine
 
@@ -310,7 +310,7 @@ def test_an_earlier_quorum_does_not() -> None:
     machine = locked()
     proof = prevotes(Y.id, others(ME), 0)
     record = Proposal(view=1, valid_view=0, value=Y.value, polc=tuple(v.raw for v in proof))
-    machine.core.locked_view = 1
+    machine.core.locked.view = 1
     machine.take(machine.core.on_proposal(seal(record, LEADERS[1]), Y, tuple(proof), machine.now))
     assert machine.said == [prevotes(NIL, [ME], 1)[0].record]
 
@@ -421,7 +421,7 @@ def test_a_restart_keeps_votes_view_and_lock() -> None:
     after = before.restarted()
     after.start()
     assert (after.core.view, after.core.step) == (1, Step.PREVOTE)
-    assert (after.core.locked_view, after.core.locked_id) == (0, X.id)
+    assert (after.core.locked.view, after.core.locked.id) == (0, X.id)
     after.propose(X, view=1)
     assert after.said == []
     after.hear(*prevotes(NIL, others(ME, 2), 1))

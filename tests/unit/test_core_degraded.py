@@ -24,6 +24,7 @@ from spes_p2p.core.ledger import (
 )
 from spes_p2p.core.members import Strength
 from spes_p2p.core.outputs import Apply, Committed, Cut, Doubled, Fetch, Relented, Resend, Say
+from spes_p2p.core.patience import HEARD_REPEATS
 from spes_p2p.core.rounds import Opened, Output, Participant
 from spes_p2p.core.views import NIL, Leniency
 from spes_protocols.errors import RemoteError
@@ -299,17 +300,22 @@ def test_one_far_ahead_pulls_those_who_relent_along_by_one_turn_of_leaders_at_a_
 
 def locked_room(owners: int, there: Collection[int]) -> tuple[Room, VerifiedSet]:
     """All owners had agreed on a set up to the precommits, which nobody heard; then most went away."""
-    manifest, head = run_of(owners)
-    everybody = range(owners)
-    room = Room(manifest, head, there)
+    room = Room(*run_of(owners), there)
+    return room, lock_all(room, owners)
+
+
+def lock_all(room: Room, owners: int) -> VerifiedSet:
+    """All owners agree on a set; those who are in the room lock on it."""
+    manifest, everybody = room.manifest, range(owners)
+    head, there = next(iter(room.peers.values())).head, [n for n in everybody if peer_name(n) in room.peers]
     value = make_set(head, headers=[make_header(manifest, head, peer_name(n)) for n in everybody])
     leader = head.electorate.leader(0)
     room.tell(seal(Proposal(view=0, valid_view=-1, value=value.value), leader))
     place = {"run_id": head.run_id, "epoch": head.epoch, "round": head.round, "view": 0}
     for number in set(everybody) - set(there):
         room.tell(seal(Prevote(**place, value=value.id), peer_name(number)))
-    assert all(peer.agreement.locked_id == value.id for peer in room.peers.values())
-    return room, value
+    assert all(peer.agreement.locked.id == value.id for peer in room.peers.values())
+    return value
 
 
 def test_a_majority_that_is_locked_agrees_on_that_very_set() -> None:
@@ -327,6 +333,51 @@ def test_a_few_that_are_locked_agree_on_that_set_with_the_others_dropped() -> No
     commit, _ = room.agreed()
     assert commit.value.core_id == value.id
     assert commit.value.value.dropped == (2, 3, 4)
+
+
+class Deaf(Room):
+    """Nobody hears a precommit for sets that drop somebody: peers lock on them and never decide."""
+
+    def _pass_on(self, name: str, signed: Signed[Any]) -> None:
+        record = signed.record
+        known = self.peers[name].agreement.known_set(record.value) if isinstance(record, Precommit) else None
+        if known is None or not known.value.dropped:
+            super()._pass_on(name, signed)
+
+
+def test_two_sides_that_are_locked_on_sets_without_one_another_come_together() -> None:
+    manifest, head = run_of(4)
+    sides = [Deaf(manifest, head, there=there) for there in ((0, 1), (2, 3))]
+    for side, numbers in zip(sides, ((0, 1), (2, 3)), strict=True):
+        side.contribute(*numbers)
+        side.run(400.0)
+        assert not side.commits
+        assert all(peer.agreement.locked.id for peer in side.peers.values())
+    room = Deaf(manifest, head, there=())
+    room.now = sides[0].now
+    for side in sides:
+        room.peers |= side.peers
+        room.outputs |= side.outputs
+    room.run(300.0)
+    commit, _ = room.agreed()
+    assert commit.value.value.dropped == ()
+    assert len(commit.value.headers) == 4
+
+
+def test_who_held_to_a_set_of_all_before_it_dropped_the_others_holds_to_it_again_when_they_are_back() -> None:
+    manifest, head = run_of(5)
+    room = Deaf(manifest, head, there=(0, 1))
+    value = lock_all(room, 5)
+    room.run(400.0)
+    peer = room.peers[peer_name(0)]
+    dropping = peer.agreement.known_set(peer.agreement.locked.id)
+    assert dropping is not None
+    assert dropping.value.dropped
+    assert dropping.core_id == value.id
+    room.contribute(2, 3, 4)
+    room.run(HEARD_REPEATS * manifest.rounds.vote_seconds / 2)
+    assert peer.agreement.locked.id == value.id
+    assert not room.commits
 
 
 # ---- what liars can not do ---------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class Scene:
         for vote in self.prevotes:
             self.room.tell(vote)
         self.precommits = self._heard(Precommit)
-        assert all(peer.agreement.locked_id == self.value.id for peer in self.room.peers.values())
+        assert all(peer.agreement.locked.id == self.value.id for peer in self.room.peers.values())
         assert commit_strength(head, self.value, self.precommits) == Strength.FINAL
 
     def _heard(self, kind: type[Any]) -> list[Signed[Any]]:

@@ -95,7 +95,7 @@ def test_who_comes_back_to_a_branch_remembers_what_it_had_said_there(tmp_path: P
             peer.db.record_vote(head.epoch, head.round, 0, vote.KIND, signed.raw)
         await peer.shell.moved(None)
         agreement = peer.shell.participant.agreement
-        assert agreement.locked_id == (value.id if branch == "the same" else b"")
+        assert agreement.locked.id == (value.id if branch == "the same" else b"")
         await network[CARL.peer_id].receive(EVE.peer_id, PUSH, signed.raw)
         assert not agreement.abstains, "an old vote of its own that somebody plays again is no surprise"
 
