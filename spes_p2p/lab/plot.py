@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from spes_p2p.lab.settings import Settings
 from spes_protocols.errors import UserError
 
 _INCHES = (13.0, 8.0)
-_DPI = 110
+_DPI = 90
 
 
 def plot(results: Results, path: Path) -> int:
@@ -32,13 +33,15 @@ def plot(results: Results, path: Path) -> int:
     curves = results.curves()
     figure = Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
     places: dict[str, Any] = figure.subplot_mosaic([["loss", "loss"], ["sent", "memory"]], height_ratios=[3, 2])
-    _losses(places["loss"], found, curves)
-    _bars(places["sent"], "MB that a peer sends in the whole run (log)", found, [_mega(c.sent_bytes) for c in found])
+    names = labels(found)
+    _losses(places["loss"], found, names, curves)
+    _bars(places["sent"], "MB that a peer sends in the whole run", names, [_mega(cell.sent_bytes) for cell in found])
     places["sent"].set_xscale("log")
+    places["sent"].set_xlim(left=_mega(min(cell.sent_bytes for cell in found)) / 10)
     _bars(
         places["memory"],
-        "MB of memory: weights, gradients, moments; light: what else is kept",
-        found,
+        "MB of weights, gradients and moments; light: kept besides",
+        names,
         [_mega(cell.device_bytes) for cell in found],
         [_mega(cell.host_bytes) for cell in found],
     )
@@ -48,7 +51,16 @@ def plot(results: Results, path: Path) -> int:
     return len(rows)
 
 
-def _losses(axes: Any, found: list[Cell], curves: dict[Settings, list[Point]]) -> None:
+def labels(found: Sequence[Cell]) -> list[str]:
+    """A name for each cell: its variant, with peers, H and tokens where the cells differ in them."""
+    varying = [name for name in ("peers", "h", "tokens") if len({getattr(cell.settings, name) for cell in found}) > 1]
+    return [
+        ", ".join([cell.settings.variant, *(f"{name} {getattr(cell.settings, name)}" for name in varying)])
+        for cell in found
+    ]
+
+
+def _losses(axes: Any, found: list[Cell], names: list[str], curves: dict[Settings, list[Point]]) -> None:
     """A line for each cell: the mean over its seeds, and a band from the least to the greatest."""
     for number, cell in enumerate(found):
         runs = [curves.get(dataclasses.replace(cell.settings, seed=seed), []) for seed in cell.seeds]
@@ -56,7 +68,7 @@ def _losses(axes: Any, found: list[Cell], curves: dict[Settings, list[Point]]) -
         tokens = [column[0].tokens / 1e6 for column in columns]
         values = [[point.bits_per_byte for point in column] for column in columns]
         colour = f"C{number % 10}"
-        label = f"{cell.settings.variant} ({cell.mean:.3f})"
+        label = f"{names[number]} ({cell.mean:.3f})"
         axes.plot(tokens, [statistics.fmean(v) for v in values], color=colour, marker=".", label=label)
         axes.fill_between(tokens, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.15)
     axes.set_xlabel("million tokens, all peers together")
@@ -65,8 +77,7 @@ def _losses(axes: Any, found: list[Cell], curves: dict[Settings, list[Point]]) -
     axes.legend(fontsize=8)
 
 
-def _bars(axes: Any, title: str, found: list[Cell], values: list[float], further: list[float] | None = None) -> None:
-    names = [cell.settings.variant for cell in found]
+def _bars(axes: Any, title: str, names: list[str], values: list[float], further: list[float] | None = None) -> None:
     places = range(len(names))
     axes.barh(places, values, color=[f"C{number % 10}" for number in places])
     if further is not None:
