@@ -32,7 +32,7 @@ from common import machine, new_parser, new_table, show
 from torch import nn
 
 from spes_client.ui import run_program
-from spes_p2p.core.engine import Engine
+from spes_p2p.core.engine import Engine, Frozen
 from spes_p2p.model.moe import MoE, SparseMLP
 from spes_protocols.errors import UserError
 from spes_protocols.manifest import Model
@@ -85,10 +85,11 @@ class Concatenating(nn.Module):
         return torch.zeros_like(x).index_add(0, order // TOP, out)
 
 
-def ours(device: torch.device, dtype: torch.dtype, owned: int, *, grouped: bool = False) -> SparseMLP:
-    """The layer's experts of a model that owns so many."""
-    frozen = "fp32" if dtype == torch.float32 else "bf16"
-    engine = Engine(frozen=frozen, grouped=grouped)
+def ours(
+    device: torch.device, dtype: torch.dtype, owned: int, frozen: Frozen | None = None, *, grouped: bool = False
+) -> SparseMLP:
+    """The layer's experts of a model that owns so many; frozen ones lie in the compute dtype unless said."""
+    engine = Engine(frozen=frozen or ("fp32" if dtype == torch.float32 else "bf16"), grouped=grouped)
     layer = MoE(MODEL, EXPERTS, range(owned), dtype, device=device, engine=engine).model.layers[0]
     block = layer.mlp
     assert isinstance(block, SparseMLP)
@@ -113,9 +114,13 @@ def _fill(block: nn.Module) -> None:
     router = torch.randn(EXPERTS, WIDTH, generator=generator) * 0.02
     values = torch.randn(HIDDEN, WIDTH, generator=generator) * 0.02
     with torch.no_grad():
+        for scales in (buffer for name, buffer in block.named_buffers() if name.endswith("scales")):
+            scales.fill_(0.02 / 64)
         for parameter in block.parameters():
             if parameter.shape == router.shape:
                 parameter.copy_(router)
+            elif parameter.dtype == torch.int8:
+                parameter.random_(-127, 128, generator=torch.Generator(parameter.device).manual_seed(2))
             else:
                 parameter.copy_(
                     values.flatten()
@@ -130,12 +135,15 @@ def measure(
     """Seconds of each block in each repeat."""
     blocks: dict[str, Any] = {
         "ours": ours(device, dtype, OWNED),
+        "ours, frozen int8": ours(device, dtype, OWNED, "int8"),
         "all owned": ours(device, dtype, EXPERTS),
         "concatenating": Concatenating(device, dtype, OWNED),
         "concatenating, all trained": Concatenating(device, dtype, EXPERTS),
         "transformers, eager": of_transformers(device, dtype, "eager"),
         "transformers, grouped": of_transformers(device, dtype, "grouped_mm"),
     }
+    if dtype == torch.float32:
+        blocks["ours, frozen bf16"] = ours(device, dtype, OWNED, "bf16")
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10):
         blocks["ours, grouped"] = ours(device, dtype, OWNED, grouped=True)
     generator = torch.Generator().manual_seed(1)
@@ -183,8 +191,10 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
         "vs_transformers": median_ratio("ours", *theirs),
         "all_owned": median_ratio("all owned", "concatenating, all trained", *theirs),
     }
-    if "ours, grouped" in seconds:
-        found["grouped_vs_ours"] = median_ratio("ours, grouped", "ours")
+    for name in ("int8", "bf16", "grouped"):
+        variant = f"ours, {name}" if name == "grouped" else f"ours, frozen {name}"
+        if variant in seconds:
+            found[f"{name}_vs_ours"] = median_ratio(variant, "ours")
     return found
 
 
