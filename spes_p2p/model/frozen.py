@@ -22,7 +22,7 @@ _CODE_MAX = 127
 
 def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
     """(int8 codes in the shape of `values`, fp32 scales (B,)): value = code * scale, off by at most half a scale."""
-    blocks_BL = _blocks(values.detach().float())
+    blocks_BL = in_blocks(values.detach().float())
     scales_B = blocks_BL.abs().amax(1) / _CODE_MAX
     codes_BL = (blocks_BL / scales_B.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_()
     return codes_BL.to(torch.int8).flatten()[: values.numel()].view(values.shape), scales_B
@@ -30,14 +30,15 @@ def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantise(codes: Tensor, scales_B: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of `quantise`'s codes, in `dtype` (rounded once, from fp32, where that is narrower)."""
-    values_BL = _blocks(codes).float().mul_(scales_B[:, None])
+    values_BL = in_blocks(codes).float().mul_(scales_B[:, None])
     return values_BL.flatten()[: codes.numel()].view(codes.shape).to(dtype)
 
 
-def _blocks(values: Tensor) -> Tensor:
-    """(B, BLOCK), the last block filled up with zeros."""
+def in_blocks(values: Tensor) -> Tensor:
+    """(B, BLOCK): a view, or a copy where the last block has to be filled up with zeros."""
     flat_N = values.flatten()
-    return F.pad(flat_N, (0, -flat_N.numel() % BLOCK)).view(-1, BLOCK)
+    missing = -flat_N.numel() % BLOCK
+    return (F.pad(flat_N, (0, missing)) if missing else flat_N).view(-1, BLOCK)
 
 
 def _dense(weight_OI: Tensor, scales_B: Tensor | None, dtype: torch.dtype) -> Tensor:

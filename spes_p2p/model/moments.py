@@ -13,10 +13,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from spes_p2p.core.engine import BLOCK
+from spes_p2p.model.frozen import in_blocks
 
 INT8_ELEMENTS_MIN = 4096
 """Smaller tensors (norms) keep fp32 moments: a thousandth of all bytes, and each value of them counts."""
@@ -81,8 +80,7 @@ def wide(moments: Moments) -> Moments:
 
 
 def _coded(values: Tensor, kind: str, dtype: torch.dtype) -> Quantised:
-    flat = values.flatten()
-    blocks = F.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+    blocks = in_blocks(values)
     magnitudes = blocks.abs()
     scales = magnitudes.amax(1)
     steps = _STEPS[kind]
@@ -91,15 +89,13 @@ def _coded(values: Tensor, kind: str, dtype: torch.dtype) -> Quantised:
     codes = codes.clamp_(0, steps + 1) if kind == "mean" else torch.where(blocks > 0, codes.clamp_(1, steps + 1), 0)
     if kind == "mean":
         codes.mul_(blocks.sign())
-    return Quantised(codes=codes.to(dtype).flatten()[: flat.numel()].view(values.shape), scales=scales)
+    return Quantised(codes=codes.to(dtype).flatten()[: values.numel()].view(values.shape), scales=scales)
 
 
 def _decoded(moment: Quantised, kind: str) -> Tensor:
-    flat = moment.codes.flatten()
-    table = _table(kind, flat.device)
-    indices = F.pad(flat, (0, -flat.numel() % BLOCK)).to(torch.int32).add_(128 if kind == "mean" else 0)
-    blocks = table[indices].view(-1, BLOCK).mul_(moment.scales[:, None])
-    return blocks.flatten()[: flat.numel()].view(moment.codes.shape)
+    indices = in_blocks(moment.codes).to(torch.int32).add_(128 if kind == "mean" else 0)
+    blocks = _table(kind, moment.codes.device)[indices].mul_(moment.scales[:, None])
+    return blocks.flatten()[: moment.codes.numel()].view(moment.codes.shape)
 
 
 @functools.lru_cache(maxsize=8)

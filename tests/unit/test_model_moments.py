@@ -66,6 +66,25 @@ def test_moments_without_new_gradients_go_on_falling() -> None:
     assert dequantise_square(square).sum() / before[1] == pytest.approx(0.95**60, rel=0.5)
 
 
+def test_8_bit_moments_follow_adamw_where_a_blocks_gradients_are_decades_apart_and_often_missing() -> None:
+    def trained(narrow: bool) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        sizes = 10 ** (3 * torch.rand(32, 2 * BLOCK, generator=generator) - 2)
+        target = torch.randn(sizes.shape, generator=generator)
+        parameter = torch.nn.Parameter(torch.zeros_like(sizes))
+        adamw = NarrowAdamW([parameter], narrow_moments=narrow, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        for _ in range(100):
+            noise = 0.5 * torch.randn(sizes.shape, generator=generator)
+            parameter.grad = (
+                sizes * (parameter.detach() - target + noise) * (torch.rand(32, 1, generator=generator) < 0.5)
+            )
+            adamw.step()
+        return parameter.detach()
+
+    wide = trained(narrow=False)
+    assert (trained(narrow=True) - wide).norm() < 0.03 * wide.norm()
+
+
 def learn(engine: Engine, *, restart_at: int = 0, then: Engine | None = None) -> tuple[MoE, list[float], dict]:
     """30 steps on sequences that count; at `restart_at` the optimiser is made anew from its moments."""
     moe = MoE(LARGE, GROUPS, (1, 2), engine=engine)
