@@ -17,6 +17,7 @@ import torch
 
 from spes_p2p.core.choice import Wish
 from spes_p2p.core.engine import Engine
+from spes_p2p.core.plan import step_flops_per_token
 from spes_p2p.core.tensors import section_specs, tensor_specs
 from spes_p2p.data.batches import TokenData
 from spes_p2p.delta.codecs import decode_section
@@ -61,6 +62,7 @@ def peer(tmp_path: Path) -> Iterator[FakePeer]:
 
 Start = Callable[[], subprocess.Popen[str]]
 NOTHING_ASKED = Wish()
+PEAK_FLOPS = 1e12
 
 
 @pytest.fixture
@@ -84,7 +86,7 @@ def options(run: RunDir, directory: Path, wish: Wish = NOTHING_ASKED) -> Options
         threads=1,
         device="cpu",
         engine=wish,
-        peak_flops=0.0,
+        peak_flops=PEAK_FLOPS,
         allow_sources=(directory.as_uri(),),
         cache_bytes_max=1 << 30,
     )
@@ -275,8 +277,13 @@ def test_every_saving_at_once_with_a_new_trainer_for_the_second_round(
         with serving(run, tmp_path, wish):
             assert peer.event("ready").has_pending == (number > 0)
             peer.tell(train=task)
+            while (progress := peer.event("progress")).step == 0:
+                pass  # it is still at its data
             done = peer.event("round_done")
             peer.tell(stop=pb.Stop())
+        assert progress.mfu * PEAK_FLOPS == pytest.approx(
+            progress.tokens_per_second * step_flops_per_token(MODEL, GROUPS, 1)
+        )
         # Round 0 was missed, so an owner goes on from its exact weights, which are those it has trained.
         exact = {name: state[name] + ahead for name, ahead in differences.items()}
         weights, moments = trained(run, task, state | exact, moments, engine)
