@@ -99,6 +99,8 @@ class Participant:
         self._early: dict[tuple[str, str], tuple[RoundMessage, Opened | None]] = {}
         self._pool: dict[tuple[str, str], Pooled] = {}
         self._doubled: dict[str, DoubleVote] = {}
+        self.unreachable: frozenset[str] = frozenset()
+        """Who cannot be reached at present, as its owner knows; of no matter but for how long to wait for others."""
         self._begin(head)
 
     def _begin(self, head: Head) -> None:
@@ -430,11 +432,15 @@ class Participant:
         return outputs
 
     def _collected(self, now: float) -> bool:
-        """All members' headers are in or `grace` is over; and their blobs are checked or their time is over too."""
+        """All members' headers are in or `grace` is over; and their blobs are checked or their time is over too.
+
+        Nobody waits for a member that can be neither reached nor heard.
+        """
         assert self._grace_until is not None
         assert self._blobs_until is not None
-        everyone = all(peer in self.headers or peer in self._offers for peer in self._senders)
-        if not everyone and now < self._grace_until:
+        awaited = (peer for peer in self._senders if peer not in self.headers and peer not in self._offers)
+        gone = (peer in self.unreachable and not self.patience.is_there(peer, now) for peer in awaited)
+        if now < self._grace_until and not all(gone):
             return False
         checked = all(header.id in self.verdicts for header in self.headers.values())
         return checked or now >= self._blobs_until

@@ -31,7 +31,8 @@ class Outbox:
         self._events = events
         self._queues: dict[str, asyncio.Queue[bytes]] = {}
         self._senders: dict[str, asyncio.Task[None]] = {}
-        self._unreachable: set[str] = set()
+        self.unreachable: set[str] = set()
+        """Peers that the last record did not get to."""
 
     def send(self, peers: Iterable[str], raw: bytes) -> None:
         """Queue one envelope for each peer; returns at once."""
@@ -57,7 +58,7 @@ class Outbox:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 for peer, queue in list(self._queues.items()):
-                    if peer not in self._unreachable:
+                    if peer not in self.unreachable:
                         await queue.join()
 
     async def _drain(self, peer: str, queue: asyncio.Queue[bytes]) -> None:
@@ -71,14 +72,14 @@ class Outbox:
             try:
                 await self._transport.call(peer, PUSH, raw, timeout_seconds=CALL_SECONDS)
                 self._events.sent(peer, raw, since)
-                self._unreachable.discard(peer)
+                self.unreachable.discard(peer)
             except RemoteError as error:
                 self._events.sent(peer, raw, since, error)
-                self._unreachable.discard(peer)
+                self.unreachable.discard(peer)
                 self._on_refused(peer, error)
             except NetworkError as error:
                 self._events.sent(peer, raw, since, error)
-                self._unreachable.add(peer)
+                self.unreachable.add(peer)
                 while not queue.empty():  # it is unreachable: do not wait for each of these in turn
                     self._events.dropped(peer, queue.get_nowait(), "the record before it could not be pushed either")
                     queue.task_done()

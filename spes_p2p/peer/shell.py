@@ -230,6 +230,7 @@ class Shell:
 
     def _run(self, outputs: list[rounds.Output]) -> None:
         """Carry out outputs in order, and those that follow from them."""
+        self.participant.unreachable = frozenset(self._outbox.unreachable)
         self._note_view()
         queue = list(outputs)
         while queue:

@@ -119,6 +119,16 @@ def test_the_agreement_starts_when_everybody_is_in_and_checked() -> None:
     assert len(say.record.value.headers) == 3
 
 
+def test_nobody_waits_for_a_member_that_can_be_neither_reached_nor_heard() -> None:
+    reached, heard, gone = (collecting(LEADER, absent=(ME,)) for _ in range(3))
+    heard.unreachable = gone.unreachable = frozenset([ME])
+    heard.patience.hear(ME, 1.0)
+    for peer, waits in ((reached, True), (heard, True), (gone, False)):
+        said = of(Say, peer.on_tick(2.0))
+        assert bool(said) != waits
+        assert (peer.agreement.view == -1) == waits
+
+
 def test_unchecked_blobs_hold_it_up_until_their_time_is_over() -> None:
     sent = headers()
     peer = collecting(LEADER, absent=(ME,))
