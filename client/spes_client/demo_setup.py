@@ -112,6 +112,7 @@ def _settings(plan: Plan, data: Data) -> dict[str, Any]:
     plain = new_manifest("tiny", name="demo", seed=_SEED, data=data)
     steps = plain["rounds"]["phases"][0]["steps"]
     plain["optimizer"]["total_steps"] = plan.rounds * steps
+    plain["routing"]["owned_bias_until_step"] = plan.rounds * steps
     plain["ownership"] |= {"groups": plan.groups, "min_peers": plan.peers}
     plain["rounds"]["grace_seconds"] = _GRACE_SECONDS
     return plain

@@ -67,6 +67,8 @@ _TINY: dict[str, Any] = {
     },
     # alpha 0.1 falling to 0 over the first quarter of the run, at every round: best of the small ablation.
     "merging": {"alpha": 0.1, "interval": 20, "until_step": 60, "top": 4},
+    # Falls over the whole schedule: the best of docs/lab.md. The published presets have none, as they were published.
+    "routing": {"owned_bias": 4.0},
     "codecs": {"shared": "int4", "group": "int8"},
 }
 
@@ -241,6 +243,8 @@ def _schedule(plain: dict[str, Any], plan: Plan, nodes: int | None, tokens: int 
     phases, steps = _phases(plan, nodes or plan.nodes, tokens or plan.tokens, length)
     plain["rounds"] = plain.get("rounds", {}) | {"phases": phases}
     plain["optimizer"]["total_steps"] = steps
+    if "routing" in plain:
+        plain["routing"]["owned_bias_until_step"] = steps
 
 
 def _preset(plain: dict[str, Any]) -> dict[str, Any]:
