@@ -67,14 +67,16 @@ class BlobStore:
         Raises `RemoteError` with check `blob_digest` and removes the download if its bytes are not the blob's, or are
         not sure to reach the disk: what could not be synced once counts as synced the next time, and is not.
         """
-        partial = self.partial(digest)
-        if digest in self._unsynced and partial.exists():
+        try:
+            self._adopt(digest, self.partial(digest))
+        except FileNotFoundError:  # another download of it was adopted, or the round is over and nobody needs it
+            if not self.has(digest):
+                raise RemoteError("blob_digest", f"blob {digest.hex()} was not received") from None
+
+    def _adopt(self, digest: bytes, partial: Path) -> None:
+        if digest in self._unsynced:
             remove(partial)
         self._unsynced.discard(digest)
-        if not partial.exists():
-            if self.has(digest):
-                return
-            raise RemoteError("blob_digest", f"blob {digest.hex()} was not received")
         with partial.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").digest()
             if found == digest:

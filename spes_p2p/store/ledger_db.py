@@ -8,6 +8,7 @@ The rows hold signed or content-addressed bytes; nothing here checks them.
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import threading
 import time
@@ -17,11 +18,14 @@ from pathlib import Path
 from spes_p2p.store.files import make_directory
 from spes_p2p.store.versions import OtherVersionError, other_version
 from spes_protocols.codec import decode, sha256
-from spes_protocols.errors import IntegrityError, UserError
+from spes_protocols.errors import DiskFullError, IntegrityError, UserError
 from spes_protocols.messages import ProposedSet, Sealed
 
 _VERSION = 2
 _BUSY_SECONDS = 30.0
+_ROOM_BYTES = 256 * 1024
+"""With less room than this an I/O error is taken for a full disk."""
+
 _ABANDONED_MAX = 4096
 ABANDONED_BYTES_MAX = 64 * 1024 * 1024
 """What the records that were taken back may take: with few owners that is all 4096 of them, yet each may have 3 MiB."""
@@ -159,8 +163,9 @@ class LedgerDB:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
             if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
                 raise self._damaged(str(error)) from None
-            if code == sqlite3.SQLITE_FULL:
-                raise UserError(
+            # Its shared memory and its log are files as well, and what happens to those is an I/O error to SQLite.
+            if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and self._has_no_room()):
+                raise DiskFullError(
                     f"disk full while writing {self.path}: free some space and run the same command again"
                 ) from None
             if code == sqlite3.SQLITE_BUSY:
@@ -170,6 +175,13 @@ class LedgerDB:
             if code == sqlite3.SQLITE_ERROR:  # a missing table, text that is none: somebody has been at the file
                 raise self._damaged(str(error)) from None
             raise
+
+    def _has_no_room(self) -> bool:
+        try:
+            disk = os.statvfs(self.path.parent)
+        except OSError:
+            return False
+        return disk.f_bavail * disk.f_frsize < _ROOM_BYTES
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.store import blobs
 from spes_p2p.store.blobs import RANGE_BYTES_MAX, BlobStore
 from spes_protocols.codec import sha256
 from spes_protocols.errors import IntegrityError, RemoteError, UserError
@@ -81,6 +82,17 @@ def test_other_bytes_are_not_adopted(store: BlobStore) -> None:
         assert os.listdir(store.directory) == []
     with pytest.raises(RemoteError, match="not received"):
         store.adopt(DIGEST)
+
+
+def test_a_download_that_is_removed_while_it_is_adopted_was_not_received(
+    store: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round is over, and a blob that no commit names goes while a thread still looks at it."""
+    store.partial(DIGEST).write_bytes(DATA)
+    monkeypatch.setattr(blobs, "sync", lambda file, path: store.remove(DIGEST))
+    with pytest.raises(RemoteError, match="not received"):
+        store.adopt(DIGEST)
+    assert os.listdir(store.directory) == []
 
 
 def test_a_flipped_bit_is_found(store: BlobStore) -> None:

@@ -1,5 +1,6 @@
 """The ledger's database: one vote per place whoever asks, the chain in order, damage named."""
 
+import contextlib
 import os
 import sqlite3
 import threading
@@ -9,7 +10,7 @@ import pytest
 
 from spes_p2p.store.ledger_db import LedgerDB
 from spes_protocols.codec import digest, encode, sha256
-from spes_protocols.errors import IntegrityError, UserError
+from spes_protocols.errors import DiskFullError, IntegrityError, UserError
 from spes_protocols.messages import ProposedSet
 from tests.unit.store_support import run, small_disk, start
 from tests.vectors.generate import run_records
@@ -230,6 +231,19 @@ def test_a_full_disk_keeps_what_was_recorded(small_disk: Path) -> None:
         assert 0 < kept < 100
     with LedgerDB(path) as again:
         assert [data[0] for _, data in again.chain(0, 100)] == list(range(kept))
+
+
+def test_a_full_disk_is_said_to_be_full_at_the_start_too(small_disk: Path) -> None:
+    """SQLite calls it an I/O error where its shared memory finds no room."""
+    path = small_disk / "ledger.sqlite"
+    LedgerDB(path).close()
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    with pytest.raises(DiskFullError, match="disk full"):
+        LedgerDB(path)
+    (small_disk / "filler").unlink()
+    LedgerDB(path).close()
 
 
 def test_a_size_limit_keeps_what_was_recorded(path: Path) -> None:
