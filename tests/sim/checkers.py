@@ -148,8 +148,12 @@ class Checkers:
             require(accused is None or not accused.honest, f"evidence against {self.world.label(first.signer)}")
 
     def on_doubled(self, peer: SimPeer, signer: str) -> None:
-        """A peer has seen somebody contradict itself, and shows it to the others, who hear it once faults are over."""
-        if not self.world.faults_on and peer.honest:
+        """A peer has seen somebody contradict itself, and shows it to the others, who hear it once faults are over.
+
+        What a peer that is behind has seen is of a round that is over for the others, who do not listen any more.
+        """
+        is_behind = peer.head.round < self.world.newest_head().round
+        if not self.world.faults_on and peer.honest and not is_behind:
             self.accused.setdefault(signer, peer.head.round)
 
     def _open_votes(self, commit: Commit) -> tuple[Signed[Precommit], ...]:
