@@ -52,12 +52,14 @@ class Planted:
     caught_by: str
     plant: Callable[[], contextlib.AbstractContextManager[Any]]
     matters: Callable[[Options], bool] = lambda options: True
+    change: Callable[[Options], Options] = lambda options: options
+    """What schedules have besides, where those that are drawn show it too rarely."""
 
     def first_seed(self, seeds: int = SEEDS) -> tuple[int, str] | None:
         """(seed, violation) that catches it, None if none of the first `seeds` seeds does."""
         with self.plant():
             for seed in range(seeds):
-                options = draw_options(seed)
+                options = self.change(draw_options(seed))
                 problem = failure(options, seed) if self.matters(options) else None
                 if problem is not None and self.caught_by in problem:
                     return seed, problem
@@ -175,7 +177,7 @@ PLANTED = (
     Planted("votes lost in a restart", "sent two different", _votes_lost_in_restart, lambda o: o.crash_chance > 0),
     Planted("a quorum of one half", "closed by", _half_is_enough),
     Planted("a group more than wanted", "groups", _one_group_too_many),
-    Planted("missed rounds never forgiven", "missed", _never_forgiven),
+    Planted("missed rounds never forgiven", "missed", _never_forgiven, change=lambda o: replace(o, lease_rounds=2)),
     Planted("lost messages never repeated", "no progress", _nothing_repeated, lambda o: o.loss > 0),
     Planted("votes kept however far ahead", "keeps", _everything_kept, lambda o: "liar" in o.faulty),
 )

@@ -180,7 +180,12 @@ def test_a_measuring_process_that_fails_is_told_in_a_line(spes: Spes) -> None:
 
 def test_bench_is_interrupted_cleanly(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "spes_client.main", "bench", "--preset", "1b", "--dir", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Where the tests run in the background of a script, SIGINT is ignored, and children inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     until_started(process.pid)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
