@@ -31,45 +31,31 @@ _METHODS = ("spes", "diloco", "fedavg", "central")
 _MODELS = ("nano", "tiny")
 _CODECS = ("fp32", "bf16", "int8", "int4")
 _CACHE_BYTES = 4 * 2**30
-_CHOICES: dict[str, tuple[str, Callable[[str], Any], str]] = {}
-"""Flags that may be repeated: metavar, type, meaning; filled below. Without a flag `Settings` has the value."""
-
-
-def _number(low: float, high: float) -> Callable[[str], float]:
-    """A flag's type: a number from `low` to `high`."""
-
-    def convert(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected a number from {low:g} to {high:g}")
-        return value
-
-    return convert
-
-
-_CHOICES |= {
+_CHOICES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "method": ("NAME", ui.one_of(*_METHODS), "spes, diloco, fedavg (Photon) or central"),
     "peers": ("N", ui.whole_number(1, 64), "peers, a divisor of the model's experts (default 4)"),
     "h": ("H", ui.whole_number(1, 10_000), "local steps in a round (default 20)"),
     "seed": ("S", ui.whole_number(0, 2**31), "first weights and order of the data (default 0)"),
-    "lr": ("RATE", _number(1e-6, 1.0), "peak of the learning rate (default 0.003)"),
-    "merge-alpha": ("A", _number(0.0, 1.0), "spes: strength of expert merging at its start (default 0: none)"),
+    "lr": ("RATE", ui.number(1e-6, 1.0), "peak of the learning rate (default 0.003)"),
+    "merge-alpha": ("A", ui.number(0.0, 1.0), "spes: strength of expert merging at its start (default 0: none)"),
     "merge-interval": ("STEPS", ui.whole_number(0, 2**31), "spes: steps between merges (default: every round)"),
-    "merge-until": ("SHARE", _number(0.01, 1.0), "spes: share of the run at which merging ends, T_w (default 0.25)"),
-    "bias": ("B", _number(0.0, 64.0), "spes: router bias towards owned experts at the start (default 0: none)"),
-    "bias-until": ("SHARE", _number(0.01, 1.0), "spes: share of the run at which the bias has fallen to 0 (default 1)"),
-    "owner-lr": ("FACTOR", _number(0.01, 100.0), "spes: learning rate of owned experts, times this (default 1)"),
+    "merge-until": ("SHARE", ui.number(0.01, 1.0), "spes: share of the run at which merging ends, T_w (default 0.25)"),
+    "bias": ("B", ui.number(0.0, 64.0), "spes: router bias towards owned experts at the start (default 0: none)"),
+    "bias-until": (
+        "SHARE",
+        ui.number(0.01, 1.0),
+        "spes: share of the run at which the bias has fallen to 0 (default 1)",
+    ),
+    "owner-lr": ("FACTOR", ui.number(0.01, 100.0), "spes: learning rate of owned experts, times this (default 1)"),
     "rotate": (
         "ROUNDS",
         ui.whole_number(0, 2**31),
         "spes: groups change their owners every so many rounds (default 0)",
     ),
-    "outer-lr": ("RATE", _number(0.0, 10.0), "diloco: outer learning rate (default 0.7)"),
-    "outer-momentum": ("M", _number(0.0, 0.999), "diloco: outer Nesterov momentum (default 0.9)"),
+    "outer-lr": ("RATE", ui.number(0.0, 10.0), "diloco: outer learning rate (default 0.7)"),
+    "outer-momentum": ("M", ui.number(0.0, 0.999), "diloco: outer Nesterov momentum (default 0.9)"),
 }
+"""Flags that may be repeated: metavar, type, meaning. Without a flag `Settings` has the value."""
 
 
 def register(subparsers: Any) -> None:

@@ -118,19 +118,16 @@ def _register_what_if(verbs: Any) -> None:
     parser = _add(verbs, "what-if", "apply a round again with a change and compare the held-out loss", recomputes=True)
     _round_flag(parser, "the round to change", required=True)
     ui.flag(parser, "--without", metavar="PEER", env=None, help="leave out this peer: its id or the end of it")
-    ui.flag(parser, "--alpha", type=_fraction, metavar="A", env=None, help="merging.alpha instead of the manifest's")
+    ui.flag(
+        parser,
+        "--alpha",
+        type=ui.number(0.0, 1.0),
+        metavar="A",
+        env=None,
+        help="merging.alpha instead of the manifest's",
+    )
     _source_flag(parser)
     parser.set_defaults(handler=_what_if)
-
-
-def _fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 0 to 1")
-    return value
 
 
 def _run(args: argparse.Namespace) -> RunDir:

@@ -77,7 +77,7 @@ def _register_new(verbs: Any) -> None:
     ui.flag(
         new,
         "--upcycle-noise",
-        type=_share,
+        type=ui.number(0.0, 1.0),
         metavar="SHARE",
         default=0.0,
         help="share of each expert's weights that gets noise, 0 to 1 (default 0: the model is what it was)",
@@ -181,16 +181,6 @@ def _peer_id(text: str) -> str:
     if problem is not None:
         raise argparse.ArgumentTypeError(f"{text!r}: expected {problem}")
     return text
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 0 to 1")
-    return value
 
 
 def _tokens(text: str) -> int:

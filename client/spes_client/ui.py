@@ -128,6 +128,21 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     return convert
 
 
+def number(low: float, high: float) -> Callable[[str], float]:
+    """A flag's type: a number from `low` to `high`."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a number from {low:g} to {high:g}")
+        return value
+
+    return convert
+
+
 def dir_flag(parser: argparse.ArgumentParser, what: str = "the home of identity and runs") -> None:
     """The `--dir` flag that all commands on local files share."""
     flag(parser, "--dir", metavar="DIR", env="SPES_HOME", help=f"{what} (default {tilde(default_home())})")
