@@ -45,17 +45,7 @@ def fit(manifest: Manifest, options: PeerOptions, say: Callable[[str], None]) ->
         line = _seconds_line(subject, known, choice)
         if line:
             say(line)
-    engine = choice.engine
-    chosen = Wish(
-        groups=wish.groups,
-        frozen=engine.frozen,
-        moments=engine.moments,
-        gradients=engine.gradients,
-        recompute=engine.recompute,
-        micro_batch=engine.micro_batch,
-        compile=engine.compile,
-        grouped=engine.grouped,
-    )
+    chosen = Wish(groups=wish.groups, **vars(choice.engine))
     groups = choice.owned if options.groups is None and choice.owned < _owned_max(subject) else options.groups
     trainer = replace(options.trainer, engine=chosen, peak_flops=peak_flops)
     return replace(options, groups=groups, trainer=trainer)
