@@ -108,13 +108,13 @@ class Method(ABC):
     def train(self, peer: Peer, plan: RoundPlan, sequences: Sequences) -> RoundResult:
         """A peer's local steps from what the model holds; its moments go on."""
         adamw = make_adamw(self.model, self.manifest.optimizer, peer.moments)
-        read = self._with_owners_rate(adamw, sequences)
+        self._give_owners_their_rate(adamw)
         result = train_round(
             model=self.model,
             adamw=adamw,
             manifest=self.manifest,
             plan=plan,
-            sequences=read,
+            sequences=sequences,
             micro_batch=None,
             report=lambda step: None,
             should_cut=lambda: False,
@@ -122,23 +122,23 @@ class Method(ABC):
         peer.moments = moments_of(self.model, adamw)
         return result
 
-    def _with_owners_rate(self, adamw: torch.optim.Optimizer, sequences: Sequences) -> Sequences:
-        """Let owned experts learn at a rate of their own: the loop sets the first group's before it reads a batch."""
+    def _give_owners_their_rate(self, adamw: torch.optim.Optimizer) -> None:
+        """Let owned experts learn at a rate of their own: the loop knows of the first group's alone."""
         factor = self.settings.owner_lr
         if factor == 1.0:
-            return sequences
+            return
         sections = self.model.sections
         first = adamw.param_groups[0]
         trained = self.model.trainable()
         owned = [parameter for name, parameter in trained.items() if sections[name] != SHARED]
         first["params"] = [parameter for name, parameter in trained.items() if sections[name] == SHARED]
-        adamw.param_groups.append({**first, "params": owned})
+        second = {**first, "params": owned}
+        adamw.param_groups.append(second)
 
-        def read(positions: range) -> np.ndarray:
-            adamw.param_groups[1]["lr"] = factor * first["lr"]
-            return sequences(positions)
+        def follow(*_: object) -> None:
+            second["lr"] = factor * first["lr"]
 
-        return read
+        adamw.register_step_pre_hook(follow)
 
     def trained(self) -> dict[str, FloatArray]:
         """The trained tensors, as they are in the model."""

@@ -118,6 +118,19 @@ def test_diloco_of_one_peer_and_one_step_is_central(data: Data, tmp_path: Path) 
         assert close(state, other, 1e-5)
 
 
+def test_owners_learn_at_their_own_share_of_the_schedules_rate(data: Data, tmp_path: Path) -> None:
+    after = {}
+    for factor in (1.0, 2.0):
+        wanted = settings("spes", h=1, owner_lr=factor, codec_shared="fp32", codec_group="fp32")
+        method, _, state = make(wanted, data, tmp_path / str(factor))
+        after[factor] = dict(method.round(state, 2).state)  # its rate is no longer the peak's
+    # AdamW's first step is its rate times something that does not depend on it.
+    twice = {spec.name for spec in tensor_specs(MODEL, 2) if spec.section != "shared"}
+    expected = {name: state[name] + (after[1.0][name] - state[name]) * (1 + (name in twice)) for name in state}
+    assert close(after[2.0], expected)
+    assert not close(after[2.0], after[1.0], 1e-3)
+
+
 def test_fedavg_begins_each_round_without_moments(data: Data, tmp_path: Path) -> None:
     diloco, _, state = make(settings("diloco", outer_lr=1.0, outer_momentum=0.0), data, tmp_path / "a")
     fedavg, manifest, _ = make(settings("fedavg"), data, tmp_path / "b")
