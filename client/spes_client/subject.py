@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +16,12 @@ from spes_p2p.core.plan import Files
 from spes_p2p.core.tensors import section_specs, tensor_specs
 from spes_protocols.codec import from_plain
 from spes_protocols.errors import SchemaError, UserError
-from spes_protocols.manifest import Codecs, Model, Ownership, Phase
+from spes_protocols.manifest import Codecs, Model, Ownership, Phase, Rounds
 from spes_protocols.messages import SHARED, group_section
 from spes_protocols.types import GROUPS_MAX
 
 if TYPE_CHECKING:
     from spes_protocols.manifest import Manifest
-
-SHARED_SECTIONS_MAX = 64
-"""So many shared sections count in a round, where a manifest does not say otherwise (`rounds.shared_quota`)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
@@ -35,10 +31,10 @@ class Subject:
     model: Model
     ownership: Ownership
     codecs: Codecs
-    phases: tuple[Phase, ...] = field(default=())
+    phases: tuple[Phase, ...] = ()
     total_steps: int = 0
     peers: int
-    shared_quota: int = SHARED_SECTIONS_MAX
+    shared_quota: int = Rounds.shared_quota
 
     @property
     def groups(self) -> int:
@@ -171,17 +167,18 @@ def _of_plain(plain: Mapping[str, Any], name: str) -> Subject:
             raise SchemaError(key, plain.get(key), "a table, as `spes run new` writes it")
     model = from_plain(Model, plain["model"], "model")
     ownership = from_plain(Ownership, plain["ownership"], "ownership")
-    rounds, optimizer = plain.get("rounds", {}), plain.get("optimizer", {})
-    phases = rounds.get("phases", ()) if isinstance(rounds, dict) else ()
+    rounds = from_plain(Rounds, plain["rounds"], "rounds") if "rounds" in plain else None
+    optimizer = plain.get("optimizer", {})
     steps = optimizer.get("total_steps", 0) if isinstance(optimizer, dict) else 0
     return Subject(
         name=str(plain.get("name", name)),
         model=model,
         ownership=ownership,
         codecs=from_plain(Codecs, plain.get("codecs", {}), "codecs"),
-        phases=tuple(from_plain(Phase, phase, "rounds.phases") for phase in phases),
+        phases=rounds.phases if rounds else (),
         total_steps=steps if isinstance(steps, int) else 0,
         peers=ownership.min_peers,
+        shared_quota=rounds.shared_quota if rounds else Rounds.shared_quota,
     )
 
 

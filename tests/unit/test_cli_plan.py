@@ -20,7 +20,7 @@ from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.trainer_link import TrainerOptions
 from spes_protocols.errors import UserError
 from spes_protocols.manifest import Manifest
-from tests.unit.cli_support import Spes, complete
+from tests.unit.cli_support import Spes, complete, write_toml
 from tests.unit.model_support import MODEL
 
 RATES = Rates(
@@ -82,6 +82,21 @@ def test_of_a_manifest_that_is_not_finished_and_of_other_numbers(spes: Spes, tmp
     ).json
     assert (found["groups"], found["groups_owned"], found["sequence_length"]) == (8, 2, 512)
     assert found["sequences_at_a_time"] == 3
+
+
+def test_a_draft_and_what_is_signed_of_it_plan_alike(spes: Spes, tmp_path: Path) -> None:
+    plain = complete(tmp_path)
+    plain["ownership"]["groups_per_peer_max"] = 2
+    plain["rounds"]["shared_quota"] = 2
+    draft, key = write_toml(tmp_path, plain), tmp_path / "organizer.key"
+    spes("keys", "new", "--key", key)
+    spes("run", "sign", draft, "--key", key)
+    found = [spes("plan", "--manifest", path, "--json").json for path in (draft, draft.with_suffix(".spes"))]
+    for name in ("name", "nodes", "groups_owned", "rounds", "traffic_bytes_per_round", "disk_bytes"):
+        assert found[0][name] == found[1][name], name
+    del plain["rounds"]["shared_quota"]
+    everybodys = spes("plan", "--manifest", write_toml(tmp_path, plain), "--json").json
+    assert found[0]["disk_bytes"]["blobs"] < everybodys["disk_bytes"]["blobs"]
 
 
 @pytest.mark.parametrize(
