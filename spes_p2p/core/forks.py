@@ -100,12 +100,14 @@ def judge_few(offered: Rank, gone: frozenset[str], answers: Mapping[str, Rank | 
     """Whether to follow a commit of a few that drops the owners `gone`: its makers alone say that they are.
 
     `answers` are the ranks of what others have after the same head, None from those for whom it is the last. Who has
-    waited there itself is not stopped by one who says so for ever.
+    waited there itself is stopped by nobody: one may say for ever that the round is open, or show a better record that
+    it lets nobody read.
     """
+    if has_waited:
+        return Few.TAKE
     if any(rank is not None and rank > offered for rank in answers.values()):
         return Few.BETTER
-    is_open = any(peer in gone and rank is None for peer, rank in answers.items())
-    return Few.WAIT if is_open and not has_waited else Few.TAKE
+    return Few.WAIT if any(peer in gone and rank is None for peer, rank in answers.items()) else Few.TAKE
 
 
 def given_up(record: Record) -> frozenset[str]:

@@ -10,7 +10,7 @@ fetches what `Fetch` names, applies what `Apply` names, and re-arms one timer fr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -283,6 +283,17 @@ class Participant:
         if self._grace_until is None:
             self._grace_until, self._blobs_until = now, now + self.manifest.rounds.blob_seconds
         return outputs + self._absorb(self.agreement.relent(leniency, now), now) + self._advance(now)
+
+    def follows_few(self, gone: Collection[str], now: float) -> bool:
+        """Whether a commit of a few for this round that drops the owners `gone` is taken from another's ledger.
+
+        This peer has waited as long as its makers, and hears none of the others whom it drops (SPEC 5.12): or one liar
+        could drop all who go on. After as long again that counts no more, for those who are heard may be of no help.
+        """
+        if self.agreement.leniency < Leniency.ANY:
+            return False
+        is_over = not self._may_relent or self.patience.waited_seconds >= 2 * self.manifest.rounds.lease_seconds
+        return is_over or not any(peer != self.me and self.patience.is_there(peer, now) for peer in gone)
 
     @property
     def _may_relent(self) -> bool:

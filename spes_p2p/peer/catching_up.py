@@ -161,9 +161,9 @@ class CatchingUp:
         head = step.before
         if self._takes_part and self._shell.participant.head.id == head.id:
             self._shell.wait_for_few()
-            return Few.TAKE if self._shell.follows_few else Few.WAIT
+            return Few.TAKE if self._shell.follows_few(step) else Few.WAIT
         few = await self._inquiry.judge(peer, step, has_waited=self._has_waited(head))
-        if few == Few.WAIT and self._stopped_at[0] != head.id:
+        if few != Few.TAKE and self._stopped_at[0] != head.id:
             self._stopped_at = (head.id, time.monotonic())
         return few
 

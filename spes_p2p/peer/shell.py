@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from spes_p2p.core import rounds
+from spes_p2p.core.forks import given_up
 from spes_p2p.core.outputs import (
     Abstain,
     Apply,
@@ -33,7 +34,6 @@ from spes_p2p.core.outputs import (
     Say,
 )
 from spes_p2p.core.rounds import Opened, Participant
-from spes_p2p.core.views import Leniency
 from spes_p2p.crypto.envelope import seal, unseal, unseal_votes, verify_set
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.delta.contributions import contributions
@@ -193,10 +193,9 @@ class Shell:
         self._run(self.participant.on_head(self._chain.head, time.monotonic(), *words))
         await self._on_head(step)
 
-    @property
-    def follows_few(self) -> bool:
-        """Whether a commit of a few may be followed in this round: this peer has waited too (SPEC 5.12)."""
-        return self.participant.agreement.leniency == Leniency.ANY
+    def follows_few(self, step: Step) -> bool:
+        """Whether a commit of a few for this round may be followed (SPEC 5.12)."""
+        return self.participant.follows_few(given_up(step), time.monotonic())
 
     def wait_for_few(self) -> None:
         """Such a commit was offered: the wait for the others begins, if it has not."""

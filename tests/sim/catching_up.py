@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from spes_p2p.core.forks import Few, Rank, given_up, is_later_reset, judge_few, rank_of, strength_of
 from spes_p2p.core.head import Head
 from spes_p2p.core.members import Strength
-from spes_p2p.core.views import Leniency
 from spes_p2p.store.chain import Branch
 from spes_protocols.errors import RemoteError
 from spes_protocols.messages import Reset, Signed
@@ -214,7 +213,7 @@ class CatchingUp:
                     if self._needs_question(entry):
                         self._questions[sender] = Question(peer.head, entry, {})
                         return False
-                    peer.take_entry(entry, follows_few=peer.participant.agreement.leniency == Leniency.ANY)
+                    peer.take_entry(entry, follows_few=self._follows_few(entry))
                 return len(entries) == CHAIN_PART
             branch = Branch(peer, disk.head_at(position))
         for entry in entries:
@@ -234,6 +233,14 @@ class CatchingUp:
         return False
 
     # ---- commits of a few --------------------------------------------------------------------------------------
+
+    def _follows_few(self, entry: Entry) -> bool:
+        """Whether it may be taken if it is a commit of a few for the round that this peer takes part in."""
+        peer = self._peer
+        if entry.commit is None:
+            return True
+        gone = given_up(peer.check_after(peer.head, entry.kind, entry))
+        return peer.participant.follows_few(gone, peer.now)
 
     def _needs_question(self, entry: Entry) -> bool:
         """Whether it is a commit of a few for a round in which this peer does not take part: then it asks around."""
@@ -283,7 +290,7 @@ class CatchingUp:
             peer.sync_ledger()
             self._ask(sender)
             return
-        if few == Few.WAIT and stopped_at != head.id:
+        if few != Few.TAKE and stopped_at != head.id:
             self._stopped_at = (head.id, peer.world.now)
         self._close(sender, helped=False)
 

@@ -470,6 +470,20 @@ def test_one_liar_can_not_drop_those_who_hear_one_another() -> None:
     assert all({0, 1}.isdisjoint(commit.value.value.dropped) for commit in room.commits.values())
 
 
+def test_nor_by_its_ledger_unless_they_had_twice_the_time_to_go_on_themselves() -> None:
+    manifest, head = run_of(5)
+    room = Room(manifest, head, there=(0, 1), withheld=(0, 1))  # these two hear one another, and cannot close it
+    room.contribute(0, 1)
+    others, all_but_one = {peer_name(n) for n in (2, 3)}, {peer_name(n) for n in (0, 1, 2, 3)}
+    follows = {}
+    for waited in (295.0, 310.0, 590.0, 610.0):
+        room.run(waited - room.now)
+        peer = room.peers[peer_name(0)]
+        follows[waited] = (peer.follows_few(others, room.now), peer.follows_few(all_but_one, room.now))
+    assert not room.commits
+    assert follows == {295.0: (False, False), 310.0: (True, False), 590.0: (True, False), 610.0: (True, True)}
+
+
 @pytest.mark.parametrize(
     ("dropped", "rule", "detail"),
     [

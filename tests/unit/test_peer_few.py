@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.core.forks import Few, Rank, judge_few
+from spes_p2p.core.patience import HEARD_REPEATS
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.peer.inquiry import ASKED_MAX, KEPT_SECONDS
 from spes_p2p.peer.peer import Peer
+from spes_protocols.codec import decode
+from spes_protocols.errors import RemoteError
 from spes_protocols.manifest import Ownership
-from spes_protocols.requests import CHAIN, HELLO
+from spes_protocols.requests import CHAIN, HELLO, ChainRequest
 from tests.unit.hostile_support import MemoryTransport
 from tests.unit.log_support import ADA, BOB, EVE, RunLog
 from tests.unit.test_hostile_peer import CARL, make_peer, presence, serve
@@ -34,7 +37,8 @@ BETTER, WORSE = Rank(1, 0, 1, 2, bytes(32)), Rank(1, 0, 1, 0, bytes(32))
         ({"gone": None, "other": OFFERED}, False, Few.WAIT),
         ({"gone": None}, True, Few.TAKE),
         ({"gone": None, "stranger": BETTER}, False, Few.BETTER),
-        ({"stranger": BETTER}, True, Few.BETTER),
+        ({"stranger": BETTER}, False, Few.BETTER),
+        ({"stranger": BETTER}, True, Few.TAKE),
     ],
 )
 def test_the_decision(answers: dict[str, Rank | None], waited: bool, few: Few) -> None:
@@ -212,6 +216,73 @@ def test_who_says_for_ever_that_the_round_is_open_is_outlasted(
 
     play(tmp_path, log, test)
     real.close()
+
+
+def test_who_shows_a_better_commit_and_lets_nobody_read_it_is_outlasted(
+    tmp_path: Path, log: RunLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = [(alone(log, tmp_path / "ada", ADA), ADA), (alone(log, tmp_path / "eve", EVE), EVE)]
+    (lie, liar), (real, true) = sorted(both, key=lambda pair: pair[0].chain.head.id)
+
+    async def test(scene: Scene) -> None:
+        transport = await scene.meet(liar, lie)
+        answer = transport._handlers[CHAIN]
+
+        async def shown_only(sender: str, request: bytes) -> bytes:
+            if len(decode(ChainRequest, request).known) > 1:
+                raise RemoteError("busy", "")
+            return await answer(sender, request)
+
+        transport.handle(CHAIN, shown_only)
+        await scene.meet(true, real)
+        catching_up = scene.peer.catching_up
+        await catching_up.run(first=True)
+        assert scene.peer.chain.head.id == log.chain.head.id
+        scene.wait(monkeypatch, log.manifest.rounds.lease_seconds)
+        await scene.meet_again((true, real), (liar, lie))
+        await catching_up.run(first=True)
+        assert scene.peer.chain.head.id == real.chain.head.id
+        transport.handle(CHAIN, answer)
+        scene.wait(monkeypatch, log.manifest.rounds.lease_seconds)
+        await scene.meet_again((true, real), (liar, lie))
+        await catching_up.run(first=True)
+        assert scene.peer.chain.head.id == lie.chain.head.id, "it can be read now, and goes before the other"
+
+    play(tmp_path, log, test)
+    lie.close()
+    real.close()
+
+
+def test_one_owner_alone_drops_nobody_who_hears_the_others(
+    tmp_path: Path, log: RunLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lie, heard = alone(log, tmp_path / "lie", ADA), log.header(EVE)
+    rules = log.manifest.rounds
+
+    async def offered(scene: Scene) -> bytes:
+        scene.peer.catching_up._ahead._unhelpful.clear()
+        await scene.meet_again((ADA, lie))
+        scene.peer.shell.participant.on_tick(time.monotonic())
+        await scene.peer.catching_up.run()
+        return scene.peer.chain.head.id
+
+    async def test(scene: Scene) -> None:
+        await scene.join()
+        await scene.meet(ADA, lie)
+        participant = scene.peer.shell.participant
+        participant.patience.waited_seconds = rules.lease_seconds
+        participant.on_message(heard, time.monotonic(), sender=EVE.peer_id)
+        assert await offered(scene) == log.chain.head.id
+        if is_silent:
+            scene.wait(monkeypatch, HEARD_REPEATS * rules.vote_seconds + 1)
+        else:
+            participant.patience.waited_seconds = 2 * rules.lease_seconds
+            participant.on_message(heard, time.monotonic(), sender=EVE.peer_id)
+        assert await offered(scene) == lie.chain.head.id
+
+    for is_silent in (True, False):
+        play(tmp_path / str(is_silent), log, test, BOB)
+    lie.close()
 
 
 def test_who_takes_part_in_the_round_waits_itself(tmp_path: Path, log: RunLog) -> None:
