@@ -29,8 +29,9 @@ class Sizes:
     group_bytes: int
     contribution_bytes: int
     """What an owner of `groups_per_peer` groups publishes in a round."""
+    contribution_bytes_fp32: int
     round_bytes: int
-    """What a peer fetches in a round of `min_peers` owners: every shared section that counts, every group once."""
+    """All contributions of a round of `min_peers` owners: every shared section that counts, every group once."""
     round_bytes_fp32: int
 
     @classmethod
@@ -44,16 +45,18 @@ class Sizes:
         experts = model.num_experts_per_tok * model.num_hidden_layers * 3 * model.hidden_size * model.intermediate_size
         shared_bytes = section_bytes(shared, manifest.codecs.shared)
         group_bytes = section_bytes(group, manifest.codecs.group)
+        owned = manifest.ownership.per_peer_max
         senders = min(manifest.ownership.min_peers, manifest.rounds.shared_quota)
         return cls(
             parameters=parameters,
             parameters_active=in_shared + experts,
             parameters_shared=in_shared,
             parameters_group=in_group,
-            groups_per_peer=manifest.ownership.per_peer_max,
+            groups_per_peer=owned,
             shared_bytes=shared_bytes,
             group_bytes=group_bytes,
-            contribution_bytes=shared_bytes + manifest.ownership.per_peer_max * group_bytes,
+            contribution_bytes=shared_bytes + owned * group_bytes,
+            contribution_bytes_fp32=4 * (in_shared + owned * in_group),
             round_bytes=senders * shared_bytes + groups * group_bytes,
             round_bytes_fp32=4 * (senders * in_shared + groups * in_group),
         )
@@ -88,15 +91,17 @@ def size_rows(manifest: Manifest) -> list[tuple[str, str]]:
     groups = manifest.ownership.groups
     owned = f"{sizes.groups_per_peer} group{'' if sizes.groups_per_peer == 1 else 's'}"
     shared = count_text(sizes.parameters_shared)
-    ratio = sizes.round_bytes_fp32 / sizes.round_bytes
+    fetched = sizes.round_bytes - sizes.contribution_bytes
+    fetched_fp32 = sizes.round_bytes_fp32 - sizes.contribution_bytes_fp32
+    ratio = fetched_fp32 / fetched if fetched else 1.0
     return [
         ("parameters", f"{count_text(sizes.parameters)}, {count_text(sizes.parameters_active)} active for a token"),
         ("", f"{shared} shared, {count_text(sizes.parameters_group)} in each of {groups} groups"),
         ("a peer sends", f"about {bytes_text(sizes.contribution_bytes)} a round, with {owned}"),
         (
             "and fetches",
-            f"about {bytes_text(sizes.round_bytes)} a round, with {manifest.ownership.min_peers} peers "
-            f"({bytes_text(sizes.round_bytes_fp32)} in fp32, {ratio:.1f} times as much)",
+            f"about {bytes_text(fetched)} a round, with {manifest.ownership.min_peers} peers "
+            f"({bytes_text(fetched_fp32)} in fp32, {ratio:.1f} times as much)",
         ),
         ("", "and passes on about as much as it fetches"),
     ]

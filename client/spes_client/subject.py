@@ -23,6 +23,7 @@ from spes_protocols.types import GROUPS_MAX
 if TYPE_CHECKING:
     from spes_protocols.manifest import Manifest
 
+
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """A model cut for a run. `peers` own `ownership.groups` groups together; `total_steps` 0: not said."""

@@ -18,7 +18,10 @@ import tokenizers
 
 from spes_client.manifest_toml import MEANINGS, keys, reference, render, to_manifest
 from spes_client.presets import FILL_IN, new_manifest
-from spes_client.run_summary import Sizes
+from spes_client.run_summary import Sizes, size_rows
+from spes_client.subject import of_manifest
+from spes_client.ui import bytes_text
+from spes_p2p.core.plan import traffic
 from spes_p2p.crypto.envelope import seal, unseal_manifest
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.delta.genesis import genesis_root
@@ -288,6 +291,18 @@ def test_sizes_count_what_a_round_sends(tmp_path: Path) -> None:
     assert sizes.contribution_bytes == sizes.shared_bytes + 2 * sizes.group_bytes
     assert sizes.round_bytes == 2 * sizes.shared_bytes + 4 * sizes.group_bytes
     assert sizes.round_bytes_fp32 == 4 * (2 * sizes.parameters_shared + 16 * expert)
+
+
+@pytest.mark.parametrize(("min_peers", "quota"), [(1, 64), (3, 64), (4, 64), (4, 2)])
+def test_what_a_peer_fetches_is_the_plans_figure(min_peers: int, quota: int, tmp_path: Path) -> None:
+    plain = complete(tmp_path)
+    plain["ownership"]["min_peers"] = min_peers
+    plain["rounds"]["shared_quota"] = quota
+    manifest = to_manifest(plain, _PEER)
+    subject = of_manifest(manifest)
+    planned = traffic(subject.files(), peers=subject.senders, groups=subject.groups, owned=subject.owned)
+    text = dict(size_rows(manifest))["and fetches"]
+    assert text.startswith(f"about {bytes_text(planned.received)} a round, with {min_peers} peers")
 
 
 def test_an_unknown_preset_and_a_wrong_name(spes: Spes, tmp_path: Path) -> None:
