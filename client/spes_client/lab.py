@@ -9,12 +9,13 @@ import argparse
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from spes_client import ui
 from spes_client.presets import PRESETS
+from spes_p2p.lab.settings import METHODS, NANO, Settings, manifest_of, rounds_of, sweep
 from spes_protocols.codec import from_plain
 from spes_protocols.errors import UserError
 from spes_protocols.manifest import Manifest, Model
@@ -23,16 +24,14 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from spes_p2p.lab.results import Cell, Finished, Results
-    from spes_p2p.lab.settings import Settings
 
 T = TypeVar("T")
 
-_METHODS = ("spes", "diloco", "fedavg", "central")
 _MODELS = ("nano", "tiny")
 _CODECS = ("fp32", "bf16", "int8", "int4")
 _CACHE_BYTES = 4 * 2**30
 _CHOICES: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "method": ("NAME", ui.one_of(*_METHODS), "spes, diloco, fedavg (Photon) or central"),
+    "method": ("NAME", ui.one_of(*METHODS), "spes, diloco, fedavg (Photon) or central"),
     "peers": ("N", ui.whole_number(1, 64), "peers, a divisor of the model's experts (default 4)"),
     "h": ("H", ui.whole_number(1, 10_000), "local steps in a round (default 20)"),
     "seed": ("S", ui.whole_number(0, 2**31), "first weights and order of the data (default 0)"),
@@ -89,7 +88,10 @@ def _register_run(verbs: Any) -> None:
             run, f"--{name}", action="append", metavar=metavar, env=_env(name), help=f"* {meaning}",
             required=name == "method",
         )  # fmt: skip
-    ui.flag(run, "--model", env=_env("model"), type=ui.one_of(*_MODELS), default="nano", help=_model_help())
+    ui.flag(
+        run, "--model", env=_env("model"), type=ui.one_of(*_MODELS), default="nano",
+        help="nano (0.6 M parameters) or tiny (the demo's 7.6 M; default nano)",
+    )  # fmt: skip
     ui.flag(
         run, "--tokens", env=_env("tokens"), type=ui.whole_number(1, 2**50), metavar="T",
         help="tokens of all peers together, rounded down to whole rounds (default 512000)",
@@ -98,11 +100,14 @@ def _register_run(verbs: Any) -> None:
         run, "--batch", env=_env("batch"), type=ui.whole_number(1, 65_536), metavar="N",
         help="sequences of one peer in a step (default 4)",
     )  # fmt: skip
-    for name, what in (("shared", "shared part; other methods: the whole model"), ("group", "owned group")):
-        ui.flag(
-            run, f"--codec-{name}", env=_env(f"codec-{name}"), type=ui.one_of(*_CODECS),
-            help=f"codec of the {what} (default: int4 and int8 for spes, else fp32)",
-        )  # fmt: skip
+    ui.flag(
+        run, "--codec-shared", env=_env("codec-shared"), type=ui.one_of(*_CODECS), metavar="CODEC",
+        help="codec of the shared part; other methods: of the whole model (default: int4 for spes, else fp32)",
+    )  # fmt: skip
+    ui.flag(
+        run, "--codec-group", env=_env("codec-group"), type=ui.one_of(*_CODECS), metavar="CODEC",
+        help="spes: codec of an owned group (default int8)",
+    )  # fmt: skip
     _out_flag(run)
     ui.flag(
         run,
@@ -121,10 +126,6 @@ def _env(name: str) -> str:
     return "SPES_LAB_" + name.upper().replace("-", "_")
 
 
-def _model_help() -> str:
-    return "nano (0.6 M parameters) or tiny (the demo's 7.6 M; default nano)"
-
-
 def _out_flag(parser: argparse.ArgumentParser) -> None:
     ui.flag(parser, "--out", env=_env("out"), metavar="DIR", default="lab", help="directory of results (default lab)")
 
@@ -132,7 +133,6 @@ def _out_flag(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     from spes_p2p.data.corpus import sotu_data
     from spes_p2p.lab.run import DivergedError
-    from spes_p2p.lab.settings import manifest_of
 
     runs, model = _wanted(args), _model(args.model)
     results = _results(args)
@@ -142,16 +142,13 @@ def _run(args: argparse.Namespace) -> int:
     with ui.progress() as report:
         data = sotu_data(folder, model.vocab_size, report=report)
     manifests = [manifest_of(settings, model, data) for settings in missing]  # all of them before the first is trained
+    lines = _train_all(list(zip(missing, manifests, strict=True)), results, folder, args.threads)
     failed = 0
-    for settings, manifest in zip(missing, manifests, strict=True):
-        try:
-            line = _train(settings, manifest, results, folder, args.threads)
-        except DivergedError as error:
+    for line in lines:
+        if line is None:
             failed += 1
-            ui.warn(f"{settings.variant}, seed {settings.seed}: {error}")
-        else:
-            if not args.json:
-                print(line, flush=True)
+        elif not args.json:
+            print(line, flush=True)
     if args.json:
         rows = [row for row in results.finished() if row.settings in runs]
         ui.print_json({"runs": [_plain_row(row) for row in rows], "failed": failed})
@@ -160,10 +157,31 @@ def _run(args: argparse.Namespace) -> int:
     return ui.EXIT_CHECK_FAILED if failed else ui.EXIT_OK
 
 
+def _train_all(
+    runs: list[tuple[Settings, Manifest]], results: Results, folder: Path, threads: int
+) -> Iterator[str | None]:
+    """A line for each run as it is done, None for one that diverged.
+
+    What another process is training is left for the end, and waited for then: it may come to nothing there.
+    """
+    for wait in (False, True):
+        left = []
+        for settings, manifest in runs:
+            with results.claimed(settings, wait=wait) as is_free:
+                line = _train(settings, manifest, results, folder, threads) if is_free else ""
+            if is_free or wait:
+                yield line if is_free else f"{_name(settings)}: trained by another process"
+            else:
+                left.append((settings, manifest))
+        runs = left
+
+
+def _name(settings: Settings) -> str:
+    return f"{settings.variant}, seed {settings.seed}"
+
+
 def _wanted(args: argparse.Namespace) -> list[Settings]:
     """The runs that the flags ask for."""
-    from spes_p2p.lab.settings import sweep
-
     choices: dict[str, Sequence[object]] = {"model": (args.model,)}
     for name, (_, convert, _) in _CHOICES.items():
         field = name.replace("-", "_")
@@ -186,8 +204,6 @@ def _converted(name: str, convert: Callable[[str], T], text: str) -> T:
 
 
 def _model(name: str) -> Model:
-    from spes_p2p.lab.settings import NANO
-
     return NANO if name == "nano" else from_plain(Model, PRESETS[name]["model"])
 
 
@@ -197,30 +213,32 @@ def _results(args: argparse.Namespace) -> Results:
     return Results(Path(args.out))
 
 
-def _train(settings: Settings, manifest: Manifest, results: Results, folder: Path, threads: int) -> str:
-    """One run and its row; returns a line that says how it ended. Raises `DivergedError`."""
+def _train(settings: Settings, manifest: Manifest, results: Results, folder: Path, threads: int) -> str | None:
+    """One run and its row; returns a line that says how it ended, None where it diverged, which is told here."""
     from spes_p2p.data.batches import TokenData
-    from spes_p2p.lab.run import run
+    from spes_p2p.lab.run import DivergedError, run
     from spes_p2p.lab.settings import rounds_of
 
     sources = [str(folder.resolve())]
     length, rounds = manifest.model.sequence_length, rounds_of(manifest)
     tokens = TokenData(manifest.data, length, settings.seed, folder / "cache", sources, cache_bytes_max=_CACHE_BYTES)
     started = time.perf_counter()
-    with contextlib.closing(tokens), ui.progress() as report:
-        what = f"{settings.variant}, seed {settings.seed}"
-
-        outcome = run(
-            settings,
-            manifest,
-            tokens.sequences,
-            tokens.heldout(),
-            threads=threads,
-            report=lambda done, loss: report(f"{what}: loss {loss:.3f}", done / rounds),
-        )
+    try:
+        with contextlib.closing(tokens), ui.progress() as report:
+            outcome = run(
+                settings,
+                manifest,
+                tokens.sequences,
+                tokens.heldout(),
+                threads=threads,
+                report=lambda done, loss: report(f"{_name(settings)}: loss {loss:.3f}", done / rounds),
+            )
+    except DivergedError as error:
+        ui.warn(f"{_name(settings)}: {error}")
+        return None
     seconds = time.perf_counter() - started
     results.add(settings, outcome, seconds)
-    return f"{what}: {outcome.bits_per_byte:.4f} bits per byte after {seconds:.0f} s"
+    return f"{_name(settings)}: {outcome.bits_per_byte:.4f} bits per byte after {seconds:.0f} s"
 
 
 def _plain_row(row: Finished) -> dict[str, Any]:
@@ -245,6 +263,7 @@ def _table(args: argparse.Namespace) -> int:
 
 def _rich_table(found: Sequence[Cell]) -> Table:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method")
@@ -253,7 +272,7 @@ def _rich_table(found: Sequence[Cell]) -> Table:
     for cell in found:
         settings = cell.settings
         table.add_row(
-            settings.variant,
+            Text(ui.one_line(settings.variant)),
             str(settings.peers),
             str(settings.h),
             ui.count_text(settings.tokens),
@@ -273,7 +292,8 @@ def _plot(args: argparse.Namespace) -> int:
     path = Path(args.output) if args.output else results.folder / "lab.png"
     if results.folder.is_dir() or args.output:
         ui.check_writable(path)
-    shown = plot(results, path)
+    shown, picture = plot(results)
+    ui.write_file(path, picture)
     if args.json:
         ui.print_json({"file": path, "runs": shown})
     else:

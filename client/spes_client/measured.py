@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from spes_p2p.core.peaks import utilisation
 from spes_p2p.core.plan import Device, step_flops_per_token
 from spes_protocols.codec import from_plain, to_plain
 from spes_protocols.errors import SchemaError
@@ -69,7 +70,7 @@ class Measured:
 
     rates: Rates
     measured_at: float
-    steps: tuple[Step, ...] = field(default=())
+    steps: tuple[Step, ...] = ()
 
     def step_of(self, model: Model) -> Step | None:
         """The measurement of this very model, if there is one."""
@@ -77,7 +78,7 @@ class Measured:
 
     def mfu(self, step: Step) -> float:
         """The share of the matrix products' peak that a step's needed operations reach."""
-        return step.flops_per_token() / step.seconds_per_token / self.rates.matmul_flops
+        return utilisation(1 / step.seconds_per_token, step.flops_per_token(), self.rates.matmul_flops)
 
     def tokens_per_second(self, model: Model, groups: int, owned: int, trained: int, batch_tokens: int) -> float | None:
         """Throughput of steps of `batch_tokens` tokens that train `trained` parameters, AdamW included.

@@ -46,7 +46,7 @@ NEMOTRON: Mixture = (
 )
 
 
-def data_tables(mixture: Mixture = (), tokenizer: str = TOKENIZER) -> dict[str, Any]:
+def data_tables(mixture: Mixture = ()) -> dict[str, Any]:
     """The manifest's `data` as nested dicts: all that can be known of it before somebody has read the files.
 
     Without a mixture one source stands there, and nothing is known of the tokenizer either.
@@ -67,7 +67,7 @@ def data_tables(mixture: Mixture = (), tokenizer: str = TOKENIZER) -> dict[str, 
         "sources": sources,
         "heldout": {"name": "heldout", "format": "npy", "shards": [_shard(FILL_IN)]},
         "tokenizer": {
-            "url": f"{FILL_IN}: tokenizer.json of hf://{tokenizer}",
+            "url": f"{FILL_IN}: tokenizer.json of hf://{TOKENIZER}",
             "sha256": FILL_IN,
             "bytes": FILL_IN,
             "eos_id": _EOS_ID,

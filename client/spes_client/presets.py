@@ -20,8 +20,8 @@ from spes_protocols.manifest import Data, Model
 
 __all__ = ["FILL_IN", "PRESETS", "UPCYCLED", "new_manifest"]
 
-LATE_SHARE = 0.3
-"""The last share of the tokens, for which the paper's large runs halve each node's batch and set H to 50."""
+LATE_SHARE, LATE_STEPS = 0.3, 50
+"""The last share of the tokens, for which the paper's large runs halve each node's batch, and H for it."""
 
 _QWEN_VOCABULARY = 151_665
 
@@ -30,7 +30,7 @@ _QWEN_VOCABULARY = 151_665
 class Plan:
     """How long a run is and how its steps are cut: `sequences` in a step of all `nodes` together, H local `steps`.
 
-    `halves`: whether each node's batch is halved, and H is 50, for the last `LATE_SHARE` of the tokens.
+    `halves`: whether each node's batch is halved, and H is `LATE_STEPS`, for the last `LATE_SHARE` of the tokens.
     """
 
     nodes: int
@@ -192,8 +192,8 @@ def _phases(plan: Plan, nodes: int, tokens: int, sequence_length: int) -> tuple[
     if not plan.halves:
         return phases, early
     late_tokens = nodes * (batch // 2) * sequence_length
-    phases.append({"from_step": early, "steps": 50, "batch_sequences": batch // 2})
-    return phases, early + _whole_rounds(LATE_SHARE * tokens / late_tokens, 50)
+    phases.append({"from_step": early, "steps": LATE_STEPS, "batch_sequences": batch // 2})
+    return phases, early + _whole_rounds(LATE_SHARE * tokens / late_tokens, LATE_STEPS)
 
 
 def _whole_rounds(steps: float, round_steps: int) -> int:

@@ -21,6 +21,7 @@ from spes_p2p.delta.genesis import genesis_tensors
 from spes_p2p.lab.methods import METHODS, Method, Spes, nesterov
 from spes_p2p.lab.results import Results, cells
 from spes_p2p.lab.run import DivergedError, Outcome, Point, advance, run
+from spes_p2p.lab.settings import METHODS as METHOD_NAMES
 from spes_p2p.lab.settings import Settings, manifest_of, rounds_of, sweep
 from spes_p2p.model.loss import training_loss
 from spes_p2p.model.moe import MoE
@@ -201,6 +202,10 @@ def test_training_that_diverged_is_said_to_have(name: str, data: Data, tmp_path:
     state["lm_head.weight"][0, 0] = np.inf
     with pytest.raises(DivergedError, match=r"round 0: .*--lr"):
         advance(method, state, 0)
+
+
+def test_every_method_that_can_be_asked_for_is_there() -> None:
+    assert tuple(METHODS) == METHOD_NAMES
 
 
 def test_a_sweep_trains_nothing_twice() -> None:
