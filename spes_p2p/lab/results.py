@@ -2,7 +2,8 @@
 
 `results.csv` has a column for each setting and each figure; `curves.csv` the points of each run's curve, with the
 settings again. A row appears whole or not at all, and only once its curve is there, so whatever stands in
-`results.csv` is finished. Several processes may work in one directory.
+`results.csv` is finished. Several processes may work in one directory: a run is trained by the one that has its lock
+(`.run-<digest of its settings>`), which a process lets go of however it ends.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import csv
 import dataclasses
 import fcntl
 import io
+import math
 import statistics
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +22,8 @@ from pathlib import Path
 
 from spes_p2p.lab.run import Outcome, Point
 from spes_p2p.lab.settings import Settings
-from spes_p2p.store.files import atomic_write, make_directory
+from spes_p2p.store.files import atomic_write, disk_errors, make_directory
+from spes_protocols.codec import sha256
 from spes_protocols.errors import UserError
 
 SETTINGS = tuple(field.name for field in dataclasses.fields(Settings))
@@ -74,17 +77,39 @@ class Results:
         """Whether this very run is finished."""
         return any(row.settings == settings for row in self.finished())
 
+    @contextlib.contextmanager
+    def claimed(self, settings: Settings, *, wait: bool) -> Iterator[bool]:
+        """Have a run to oneself for the time of the block; gives whether it is to be trained here.
+
+        It is not if it is finished, or if another process trains it and `wait` is false. Raises `UserError`.
+        """
+        make_directory(self.folder)
+        path = self.folder / f".run-{sha256(repr(settings).encode()).hex()[:16]}"
+        with disk_errors(path):
+            file = path.open("w")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+                return
+            try:
+                yield not self.has(settings)
+            finally:
+                path.unlink(missing_ok=True)
+
     def curves(self) -> dict[Settings, list[Point]]:
         """The curves of the finished runs."""
         found: dict[Settings, list[Point]] = {row.settings: [] for row in self.finished()}
         for row in _read(self.curves_path, SETTINGS + CURVE):
+            settings = _settings(row, self.curves_path)
             try:
                 point = Point(
                     tokens=int(row["tokens_seen"]), bits_per_byte=float(row["bits_per_byte"]), loss=float(row["loss"])
                 )
-            except (KeyError, ValueError):
+            except ValueError:
                 raise _foreign(self.curves_path) from None
-            found.setdefault(self._settings(row), []).append(point)
+            found.setdefault(settings, []).append(point)
         return found
 
     def add(self, settings: Settings, outcome: Outcome, seconds: float) -> None:
@@ -94,7 +119,8 @@ class Results:
         with self._lock():
             if self.has(settings):
                 return
-            others = [row for row in _read(self.curves_path, SETTINGS + CURVE) if self._settings(row) != settings]
+            known = _read(self.curves_path, SETTINGS + CURVE)
+            others = [row for row in known if _settings(row, self.curves_path) != settings]
             points = [
                 plain
                 | {"tokens_seen": str(p.tokens), "bits_per_byte": f"{p.bits_per_byte:.6f}", "loss": f"{p.loss:.6f}"}
@@ -118,16 +144,11 @@ class Results:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _settings(self, row: Row) -> Settings:
-        try:
-            return Settings(**{name: _TYPES[name](row[name]) for name in SETTINGS})
-        except (KeyError, ValueError):
-            raise _foreign(self.path) from None
-
     def _finished(self, row: Row) -> Finished:
+        settings = _settings(row, self.path)
         try:
-            return Finished(
-                settings=self._settings(row),
+            finished = Finished(
+                settings=settings,
                 bits_per_byte=float(row["bits_per_byte"]),
                 sent_bytes=int(row["sent_bytes"]),
                 device_bytes=int(row["device_bytes"]),
@@ -136,8 +157,11 @@ class Results:
                 rounds=int(row["rounds"]),
                 seconds=float(row["seconds"]),
             )
-        except (KeyError, ValueError):
+        except ValueError:
             raise _foreign(self.path) from None
+        if not math.isfinite(finished.bits_per_byte):
+            raise _foreign(self.path)
+        return finished
 
 
 def cells(rows: Sequence[Finished]) -> list[Cell]:
@@ -160,21 +184,34 @@ def cells(rows: Sequence[Finished]) -> list[Cell]:
     return sorted(made, key=lambda cell: cell.mean)
 
 
+def _settings(row: Row, path: Path) -> Settings:
+    try:
+        return Settings(**{name: _TYPES[name](row[name]) for name in SETTINGS})
+    except ValueError:
+        raise _foreign(path) from None
+
+
 def _text(value: object) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
 def _read(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    """The rows of a table, each with all columns and no others. Raises `UserError` for a file that is something else,
+    or whose last row is not whole: this program writes files whole.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
     except UnicodeDecodeError:
         raise _foreign(path) from None
-    reader = csv.DictReader(io.StringIO(text))
-    if tuple(reader.fieldnames or ()) != tuple(columns):
+    try:
+        header, *rows = [row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if row]
+    except (csv.Error, ValueError):  # an empty file has no header
+        raise _foreign(path) from None
+    if tuple(header) != tuple(columns) or not text.endswith("\n") or any(len(row) != len(columns) for row in rows):
         raise _foreign(path)
-    return list(reader)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def _write(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
@@ -186,4 +223,7 @@ def _write(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
 
 
 def _foreign(path: Path) -> UserError:
-    return UserError(f"{path} is no table of this version of the laboratory: move it away, or give another --out DIR")
+    return UserError(
+        f"{path} is no table of this version of the laboratory, or not all of one: move it away, or give another "
+        "--out DIR"
+    )

@@ -25,6 +25,9 @@ CURVE_TOKENS = 1 << 14
 """How much of the held-out text that is; at the end it is all of it."""
 
 
+_ADVICE = "try a lower --lr"
+
+
 class DivergedError(UserError):
     """Training left the numbers that can be trained on; other settings may not."""
 
@@ -56,14 +59,13 @@ class Outcome:
 
 def advance(method: Method, state: State, number: int) -> Round:
     """A round of a method. Raises `DivergedError`."""
-    advice = "try a lower --lr"
     try:
         with np.errstate(all="ignore"):  # the codecs look for what is not finite
             done = method.round(state, number)
     except ValueError as error:  # what no codec carries
-        raise DivergedError(f"round {number}: {error}; {advice}") from None
+        raise DivergedError(f"round {number}: {error}; {_ADVICE}") from None
     if not math.isfinite(done.loss):
-        raise DivergedError(f"round {number}: the training loss is {done.loss}; {advice}")
+        raise DivergedError(f"round {number}: the training loss is {done.loss}; {_ADVICE}")
     return done
 
 
@@ -103,8 +105,11 @@ def run(
                 value = bits_per_byte(state, model, groups, part, part_bytes, threads=threads)
                 curve.append(Point(tokens=tokens, bits_per_byte=value, loss=done.loss))
             report(number + 1, done.loss)
+    value = bits_per_byte(state, model, groups, heldout, manifest.data.heldout_bytes, threads=threads)
+    if not math.isfinite(value):  # the last round's outer step may have gone too far, and nothing trains on it
+        raise DivergedError(f"the last state gives {value} bits per byte; {_ADVICE}")
     return Outcome(
-        bits_per_byte=bits_per_byte(state, model, groups, heldout, manifest.data.heldout_bytes, threads=threads),
+        bits_per_byte=value,
         sent_bytes=sent,
         device_bytes=device,
         host_bytes=host,
