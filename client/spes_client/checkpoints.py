@@ -200,15 +200,15 @@ def _text_json(text: Text, value: float) -> dict[str, Any]:
 
 def _print(measured: list[tuple[Text, float]], scores: list[Score]) -> None:
     from rich.table import Table
+    from rich.text import Text as Plain  # names of texts and tasks are no markup
 
     if measured:
         table = Table("text", box=None, pad_edge=False)
         for column in ("bytes", "tokens", "bits per byte"):
             table.add_column(column, justify="right")
         for text, value in measured:
-            table.add_row(
-                text.name, ui.bytes_text(text.bytes), ui.count_text(int(text.tokens.size)), f"{value:.4f}"
-            )  # fmt: skip
+            name = Plain(ui.one_line(text.name))
+            table.add_row(name, ui.bytes_text(text.bytes), ui.count_text(int(text.tokens.size)), f"{value:.4f}")
         ui.print_rich(table)
     if scores:
         table = Table("task", "metric", box=None, pad_edge=False)
@@ -216,7 +216,6 @@ def _print(measured: list[tuple[Text, float]], scores: list[Score]) -> None:
             table.add_column(column, justify="right")
         for score in scores:
             error = "" if score.stderr is None else f"{score.stderr:.4f}"
-            table.add_row(
-                score.task, score.metric, str(score.fewshot), str(score.questions), f"{score.value:.4f}", error
-            )  # fmt: skip
+            names = (Plain(ui.one_line(name)) for name in (score.task, score.metric))
+            table.add_row(*names, str(score.fewshot), str(score.questions), f"{score.value:.4f}", error)
         ui.print_rich(table)

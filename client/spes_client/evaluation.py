@@ -5,6 +5,8 @@ FILE --checkpoint's tokenizer--> tokens --windows of its sequence length--> nats
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,13 +66,14 @@ def heldout_text(run_path: Path, checkpoint: Checkpoint, allow_sources: Sequence
         raise UserError(
             f"{checkpoint.directory} has another vocabulary than the run at {run_path}: it is not of this run"
         )
-    tokens = token_data(run, allow_sources, report).heldout()
+    with contextlib.closing(token_data(run, allow_sources, report)) as data:
+        tokens = data.heldout()
     return Text(manifest.data.heldout.name, tokens, manifest.data.heldout_bytes)
 
 
 def measure(text: Text, checkpoint: Checkpoint, threads: int, report: Report) -> float:
-    """Bits per byte of a text, on the CPU in fp32."""
-    return bits_per_byte(
+    """Bits per byte of a text, on the CPU in fp32. Raises `UserError` where the model gives no number."""
+    value = bits_per_byte(
         checkpoint.state,
         checkpoint.model,
         1,
@@ -79,3 +82,6 @@ def measure(text: Text, checkpoint: Checkpoint, threads: int, report: Report) ->
         threads=threads,
         report=lambda share: report(f"measuring {text.name}", share),
     )
+    if not math.isfinite(value):
+        raise UserError(f"{checkpoint.directory} gives {value} bits per byte of {text.name}: its weights are damaged")
+    return value

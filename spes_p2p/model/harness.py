@@ -19,6 +19,8 @@ import torch
 
 from spes_protocols.errors import NetworkError, UserError
 
+_DEPTH_MAX = 8
+
 EXTRA = "spes_p2p[eval]"
 PACKAGES = "lm-eval==0.4.13 transformers accelerate"
 
@@ -105,7 +107,7 @@ def run_harness(
             raise NetworkError(
                 f"the data of {', '.join(names)} could not be had: {line[0] if line else error}"
             ) from None
-        scores += [score for name in names for score in _scores(found, name)]
+        scores += _scores(found, names)
     return scores
 
 
@@ -129,12 +131,15 @@ class LocalTask:
             plain = yaml.load(path.read_text("utf-8"), Loader)  # noqa: S506 - a SafeLoader
         except OSError as error:
             raise UserError(f"cannot read the task {path}: {error.strerror}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
         name = plain.get("task") if isinstance(plain, dict) else None
         if not isinstance(name, str):
             raise UserError(f"{path} is not a task of lm-evaluation-harness: it has no name under `task`")
-        for file in _data_files((plain.get("dataset_kwargs") or {}).get("data_files")):
+        options = plain.get("dataset_kwargs") or {}
+        if not isinstance(options, dict):
+            raise UserError(f"{path}: dataset_kwargs = {options!r:.80}: expected a table")
+        for file in _data_files(options.get("data_files"), path):
             if "://" not in file and not (Path(file).is_absolute() and Path(file).is_file()):
                 raise UserError(f"{path}: data_files names {file}: expected the absolute path of a file")
         return cls(path.absolute(), name)
@@ -144,32 +149,56 @@ def _is_file(task: str) -> bool:
     return Path(task).suffix in (".yaml", ".yml")
 
 
-def _data_files(value: Any) -> Iterator[str]:
+def _data_files(value: Any, path: Path, depth: int = 0) -> Iterator[str]:
+    if depth > _DEPTH_MAX:  # YAML can make a list its own entry
+        raise UserError(f"{path}: data_files is nested deeper than any list of files")
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _data_files(item)
+            yield from _data_files(item, path, depth + 1)
 
 
-def _scores(found: Any, name: str) -> Iterator[Score]:
-    """The metrics of a task, or of a group of tasks, in what the harness gives."""
-    row = found["results"][name]
-    questions = sum(
-        count["effective"]
-        for task, count in found["n-samples"].items()
-        if task == name or task in found.get("group_subtasks", {}).get(name, ())
-    )
+def _scores(found: Any, names: Sequence[str]) -> list[Score]:
+    """The metrics of the tasks asked for, in what the harness gives.
+
+    A group that has metrics of its own is one task. Of one that has none, and of a tag, which is not in the answer at
+    all, each task in it is shown.
+    """
+    children: dict[str, list[str]] = found.get("group_subtasks", {})
+    inside = {child for members in children.values() for child in members}
+    results = found["results"]
+    wanted = [name for name in names if name in results or name in children]
+    wanted += [name for name in results if name not in wanted and name not in inside]
+    return [score for name in wanted for score in _scores_of(found, name, children)]
+
+
+def _scores_of(found: Any, name: str, children: dict[str, list[str]]) -> Iterator[Score]:
+    row = found["results"].get(name, {})
+    tasks = _tasks_in(name, children)
+    shots = {int(found.get("n-shot", {}).get(task, 0) or 0) for task in tasks}
+    metrics = 0
     for key, value in row.items():
         metric, _, filtered = key.partition(",")
         if not filtered or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
+        metrics += 1
         error = row.get(f"{metric}_stderr,{filtered}")
         yield Score(
             task=name,
             metric=metric if filtered == "none" else f"{metric} ({filtered})",
             value=float(value),
             stderr=float(error) if isinstance(error, int | float) else None,
-            fewshot=int(found.get("n-shot", {}).get(name, 0) or 0),
-            questions=questions,
+            fewshot=max(shots, default=0),
+            questions=sum(found["n-samples"][task]["effective"] for task in tasks if task in found["n-samples"]),
         )
+    if not metrics:
+        for child in children.get(name, ()):
+            yield from _scores_of(found, child, children)
+
+
+def _tasks_in(name: str, children: dict[str, list[str]]) -> list[str]:
+    """The tasks themselves in a group of tasks and groups, each once; of a task, itself."""
+    if name not in children:
+        return [name]
+    return list(dict.fromkeys(task for child in children[name] for task in _tasks_in(child, children)))

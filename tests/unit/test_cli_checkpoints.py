@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file as save_torch
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
+from spes_p2p.data.batches import TokenData
 from spes_p2p.model import harness
 from spes_p2p.model.evaluate import bits_per_byte
 from spes_p2p.model.export import export_checkpoint, read_checkpoint
@@ -131,11 +134,42 @@ def change_config(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
+def change_tensor(alter: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_torch(folder / "model.safetensors")
+        tensors["model.norm.weight"] = alter(tensors["model.norm.weight"])
+        save_torch(tensors, folder / "model.safetensors")
+
+    return change
+
+
+def test_an_export_that_says_the_rotary_base_once_is_read(small: Path, tmp_path: Path) -> None:
+    """As they were written before both places were."""
+    shutil.copytree(small, tmp_path / "old")
+    path = tmp_path / "old" / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_theta"]
+    path.write_text(json.dumps(config))
+    assert read_checkpoint(tmp_path / "old").model == read_checkpoint(small).model
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda folder: (folder / "config.json").unlink(), "write a checkpoint with: spes export RUN broken"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
+        (
+            lambda folder: (folder / "config.json").write_text(" " * 2**21),
+            "config.json is larger than any configuration",
+        ),
+        (change_config(eos_token_id="end"), "eos_token_id = 'end': expected a token below vocab_size = 300"),
+        (change_config(eos_token_id=-1), "eos_token_id = -1: expected a token below vocab_size = 300"),
+        (change_config(eos_token_id=300), "eos_token_id = 300: expected a token below vocab_size = 300"),
+        (change_config(rope_theta=10_000.5), "is not as spes export writes it"),
+        (change_tensor(lambda values: values.bfloat16()), "model.norm.weight is BF16 [24]: expected F32 [24]"),
+        (change_tensor(lambda values: values[:-1].clone()), "model.norm.weight is F32 [23]: expected F32 [24]"),
+        (change_tensor(lambda values: values * torch.nan), "gives nan bits per byte of a: its weights are damaged"),
         (lambda folder: (folder / "config.json").write_text("[]"), "is not of a checkpoint that spes export wrote"),
         (change_config(hidden_size=7), "hidden_size = 7: expected a number from 8 to 65536"),
         (change_config(hidden_act="gelu"), "is not as spes export writes it"),
@@ -171,16 +205,23 @@ def test_bits_per_byte_of_each_text(spes: Spes, small: Path, tmp_path: Path) -> 
         expected = bits_per_byte(state, SMALL, 1, np.array(ids), size, threads=1)
         assert row == {"name": name, "bytes": size, "tokens": len(ids), "bits_per_byte": expected}
         assert 1 < row["bits_per_byte"] < 20
-    table = spes("eval", small, "--text", "first=one.txt").out
+    table = spes("eval", small, "--text", "[/first]\x1b[31m=one.txt").out
     assert f"{found['texts'][0]['bits_per_byte']:.4f}" in table
+    assert "[/first] [31m" in table and "\x1b" not in table
 
 
-def test_the_held_out_text_of_a_run(spes: Spes, small: Path, log: RunLog, tmp_path: Path) -> None:
+def test_the_held_out_text_of_a_run(
+    spes: Spes, small: Path, log: RunLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     allow = ("--allow-source", log.folder.as_uri())
     assert spes("export", log.home, "out", *allow).code == 0
+    closed: list[bool] = []
+    close = TokenData.close
+    monkeypatch.setattr(TokenData, "close", lambda self: closed.append(True) or close(self))
     (row,) = spes("eval", "out", "--heldout", log.home, "--threads", 1, "--json", *allow).json["texts"]
     tokens = np.load(log.folder / "heldout.npy")
     expected = bits_per_byte(log.states.read(5), MODEL, 2, tokens, 400, threads=1)
+    assert closed == [True]
     assert row == {"name": "heldout", "bytes": 400, "tokens": 200, "bits_per_byte": expected}
     result = spes("eval", small, "--heldout", log.home, *allow)
     assert result.code == 2 and "has another vocabulary than the run at" in result.error
@@ -239,12 +280,49 @@ def test_local_tasks_that_cannot_be_read(tmp_path: Path) -> None:
         (TASK.format(path=tmp_path / "none"), "expected the absolute path of a file"),
         ("tag: words", "it has no name under `task`"),
         ("a: [", "is not YAML: while parsing"),
+        ("[" * 5000, "is not YAML"),
+        ("task: words\ndataset_kwargs: [1]", "dataset_kwargs = .1.: expected a table"),
+        ("task: words\ndataset_kwargs: {data_files: &a [*a]}", "data_files is nested deeper than any list of files"),
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=message):
             LocalTask.read(path)
     with pytest.raises(UserError, match="cannot read the task"):
         LocalTask.read(tmp_path / "none.yaml")
+
+
+def metrics(acc: float) -> dict[str, Any]:
+    return {"alias": "x", "acc,none": acc, "acc_stderr,none": acc / 10, "sample_len": 7}
+
+
+def samples(count: int) -> dict[str, int]:
+    return {"original": 100, "effective": count}
+
+
+ANSWER = {
+    "results": {
+        "one": metrics(0.1), "hard": metrics(0.2), "law": metrics(0.3), "logic": metrics(0.4),
+        "exams": metrics(0.35), "humanities": metrics(0.35), "sums": {"alias": "sums"}, "add": metrics(0.5),
+        "first": metrics(0.6), "second": metrics(0.7),
+    },
+    "group_subtasks": {"exams": ["humanities", "logic"], "humanities": ["law"], "sums": ["add"], "bare": ["hard"]},
+    "n-shot": {"one": 5, "law": 3, "logic": 3, "humanities": 3, "add": 2, "hard": 0, "first": 0, "second": 0},
+    "n-samples": {
+        "one": samples(10), "law": samples(20), "logic": samples(30), "add": samples(40), "hard": samples(50),
+        "first": samples(60), "second": samples(70),
+    },
+}  # fmt: skip
+"""In the harness's form: a group of groups, groups without metrics of their own, two tasks that a tag named."""
+
+
+def test_groups_and_tags_of_the_harness_are_read() -> None:
+    """A group of groups has its tasks' questions; a group without metrics and a tag are the tasks in them."""
+    scores = harness._scores(ANSWER, ["one", "exams", "sums", "bare", "a tag"])
+    assert [(score.task, score.value, score.fewshot, score.questions) for score in scores] == [
+        ("one", 0.1, 5, 10), ("exams", 0.35, 3, 50), ("add", 0.5, 2, 40), ("hard", 0.2, 0, 50),
+        ("first", 0.6, 0, 60), ("second", 0.7, 0, 70),
+    ]  # fmt: skip
+    assert {(score.metric, score.stderr == score.value / 10) for score in scores} == {("acc", True)}
 
 
 QUESTIONS = [

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from spes_p2p.model import export as export_module
 from spes_p2p.model.export import export_checkpoint
 from spes_p2p.model.moe import MoE
 from spes_protocols.errors import UserError
@@ -87,9 +88,44 @@ def test_config_says_everything_that_decides_the_logits(tmp_path: Path, tokenize
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["rms_norm_eps"] == MODEL.rms_norm_eps
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": MODEL.rope_theta}
+    assert config["rope_theta"] == MODEL.rope_theta  # all that transformers 4 reads
     assert config["norm_topk_prob"] is False
     assert config["architectures"] == ["OlmoeForCausalLM"]
     assert config["eos_token_id"] == EOS_ID
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "ended"]
+)
+@pytest.mark.parametrize("last", ["tokenizer_config.json", "generation_config.json", "config.json"])
+def test_an_export_that_fails_on_the_way_takes_away_what_it_wrote(
+    tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch, last: str, failure: BaseException
+) -> None:
+    real = export_module._write_json
+
+    def write(path: Path, value: dict[str, Any]) -> None:
+        if path.name == last:
+            path.write_text("{")  # half of it
+            raise failure
+        real(path, value)
+
+    (tmp_path / "old").mkdir()
+    for out in (tmp_path / "new", tmp_path / "old"):
+        monkeypatch.setattr(export_module, "_write_json", write)
+        with pytest.raises((UserError, KeyboardInterrupt)):
+            export_checkpoint(random_state(MODEL), MODEL, EOS_ID, tokenizer_path, out)
+        assert out.exists() == (out.name == "old")
+        assert not out.exists() or not list(out.iterdir())
+        monkeypatch.undo()
+        export_checkpoint(random_state(MODEL), MODEL, EOS_ID, tokenizer_path, out)
+        assert sorted(path.name for path in out.iterdir()) == sorted(export_module.FILES)
+
+
+def test_a_tokenizer_that_is_none_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "junk.json").write_text("{}")
+    with pytest.raises(UserError, match=r"junk.json is no tokenizer file"):
+        export_checkpoint(random_state(MODEL), MODEL, EOS_ID, tmp_path / "junk.json", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_failed_export_leaves_nothing_that_loads(tmp_path: Path, tokenizer_path: Path) -> None:
