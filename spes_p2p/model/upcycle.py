@@ -14,7 +14,8 @@ weights, as in the SPES paper's released code.
 from __future__ import annotations
 
 import json
-import math
+import re
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from spes_p2p.core.tensors import TensorSpec, tensor_specs
 from spes_protocols.codec import from_plain
-from spes_protocols.errors import SchemaError, UserError
+from spes_protocols.errors import SchemaError, UserError, printable
 from spes_protocols.manifest import Model
 
 FloatArray = npt.NDArray[np.float32]
@@ -36,7 +37,9 @@ FloatArray = npt.NDArray[np.float32]
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 CONFIG_BYTES_MAX = 16 * 1024 * 1024
+SEQUENCE_LEAST = 8
 
+_FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _DTYPES = ("F32", "BF16", "F16", "F64")
 _HEAD_DIM_DEFAULT = 128
 """Of `transformers`' Qwen3 configuration."""
@@ -60,7 +63,9 @@ class DenseCheckpoint:
         """
         config = _read_json(directory / "config.json")
         _check_config(config, directory / "config.json")
-        checkpoint = cls(directory, config, _files(directory), bool(config.get("tie_word_embeddings", False)))
+        checkpoint = cls(directory, config, _files(directory), config.get("tie_word_embeddings", False))
+        # Sizes that no run may have are refused before every tensor of them is named.
+        checkpoint.model(num_experts=2, num_experts_per_tok=1, sequence_length=SEQUENCE_LEAST)
         checkpoint._check_tensors()
         return checkpoint
 
@@ -82,8 +87,8 @@ class DenseCheckpoint:
             "num_experts_per_tok": num_experts_per_tok,
             "sequence_length": min(sequence_length, config.get("max_position_embeddings") or sequence_length),
             "rope_theta": _rope_theta(config),
-            "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
-            "initializer_range": float(config.get("initializer_range", 0.02)),
+            "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+            "initializer_range": config.get("initializer_range", 0.02),
             "qk_norm": "head",
             "norm_topk_prob": True,
         }
@@ -198,6 +203,7 @@ def _noise(spec: TensorSpec, seed: int, std: float, share: float) -> FloatArray:
 
 def _read_json(path: Path) -> Any:
     try:
+        _check_is_file(path)
         if path.stat().st_size > CONFIG_BYTES_MAX:
             raise UserError(f"{path} is larger than any configuration")
         return json.loads(path.read_bytes())
@@ -209,40 +215,61 @@ def _read_json(path: Path) -> Any:
         raise UserError(f"{path} is not JSON: {error}") from None
 
 
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    parameters = config.get("rope_parameters") or {}
-    return float(parameters.get("rope_theta", config.get("rope_theta", 10_000.0)))
+def _check_is_file(path: Path) -> None:
+    """Raise `UserError` for a pipe or a device, which one might read for ever; what is missing is for `open` to say."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is no file; give the directory of a Qwen3 checkpoint as transformers saves it")
+
+
+def _rope(config: Mapping[str, Any]) -> Any:
+    """The table of rotary positions; of two, `transformers` takes the one with the older name."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def _rope_theta(config: Mapping[str, Any]) -> Any:
+    return _rope(config).get("rope_theta", config.get("rope_theta", 10_000.0))
 
 
 def _check_config(config: Any, path: Path) -> None:
     """Raise `UserError` for what is not the architecture that this reads, or would change its logits unseen."""
     if not isinstance(config, dict) or config.get("model_type") != "qwen3":
         kind = config.get("model_type") if isinstance(config, dict) else None
-        raise UserError(f"{path}: model_type = {kind!r}: expected 'qwen3', a dense Qwen3 model")
+        raise UserError(f"{path}: model_type = {_shown(kind)}: expected 'qwen3', a dense Qwen3 model")
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     optional = ("num_key_value_heads", "head_dim", "max_position_embeddings")
     for name in (*names, *(name for name in optional if config.get(name) is not None)):
         value = config.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{path}: {name} = {value!r}: expected a whole number from 1")
+            raise UserError(f"{path}: {name} = {_shown(value)}: expected a whole number from 1")
     for name in ("rms_norm_eps", "initializer_range", "rope_theta"):
         _check_number(config, name, path)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _rope(config)
     if not isinstance(rope, dict):
-        raise UserError(f"{path}: rope_parameters = {rope!r}: expected a table")
+        raise UserError(f"{path}: rope_parameters = {_shown(rope)}: expected a table")
     _check_number(rope, "rope_theta", path)
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise UserError(f"{path}: the rotary positions are scaled ({rope.get('rope_type', rope.get('type'))}), "
                         "which this model has not; use a checkpoint without scaling")  # fmt: skip
     for name, wanted in (("hidden_act", "silu"), ("attention_bias", False), ("use_sliding_window", False)):
         if config.get(name, wanted) != wanted:
-            raise UserError(f"{path}: {name} = {config[name]!r}: expected {wanted!r}")
+            raise UserError(f"{path}: {name} = {_shown(config[name])}: expected {wanted!r}")
+    if not isinstance(config.get("tie_word_embeddings", False), bool):
+        raise UserError(
+            f"{path}: tie_word_embeddings = {_shown(config['tie_word_embeddings'])}: expected true or false"
+        )
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise UserError(f"{path}: layer_types = {_shown(kinds)}: expected full_attention in every layer")
 
 
 def _check_number(table: Mapping[str, Any], name: str, path: Path) -> None:
     value = table.get(name, 1.0)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
-        raise UserError(f"{path}: {name} = {value!r}: expected a positive number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value <= sys.float_info.max):
+        raise UserError(f"{path}: {name} = {_shown(value)}: expected a positive number")
+
+
+def _shown(value: object) -> str:
+    return printable(repr(value), 80)
 
 
 def _files(directory: Path) -> dict[str, Path]:
@@ -259,13 +286,14 @@ def _files(directory: Path) -> dict[str, Path]:
         raise UserError(f"{index}: expected a table `weight_map` from tensors to files")
     files = {}
     for name, file in weights.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise UserError(f"{index}: {name} = {file!r}: expected the name of a file beside it")
+        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
+            raise UserError(f"{index}: {printable(name, 200)} = {_shown(file)}: expected the name of a file beside it")
         files[name] = directory / file
     return files
 
 
 def _names(path: Path) -> list[str]:
+    _check_is_file(path)
     try:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tomllib
 from collections.abc import Callable
@@ -164,6 +165,16 @@ def write(name: str, text: str) -> Callable[[Path], Any]:
     return lambda folder: (folder / name).write_text(text)
 
 
+def pipe(name: str) -> Callable[[Path], Any]:
+    """In a file's place what one would wait for, for ever."""
+
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return change
+
+
 UP = "model.layers.1.mlp.up_proj.weight"
 INDEX = "model.safetensors.index.json"
 WRONG: list[tuple[Callable[[Path], Any], str]] = [
@@ -192,6 +203,21 @@ WRONG: list[tuple[Callable[[Path], Any], str]] = [
     (change_tensors(lambda tensors: tensors[UP].fill_(torch.nan)), f"{UP} holds values that are not finite"),
     (write(INDEX, "{}"), "expected a table `weight_map` from tensors to files"),
     (write(INDEX, '{"weight_map": {"x": "../x"}}'), "x = '../x': expected the name of a file beside it"),
+    (write(INDEX, '{"weight_map": {"x": ".."}}'), "x = '..': expected the name of a file beside it"),
+    (write(INDEX, '{"weight_map": {"x": ""}}'), "x = '': expected the name of a file beside it"),
+    (write(INDEX, '{"weight_map": {"x": "a\\u0000b"}}'), r"x = 'a\x00b': expected the name of a file beside it"),
+    (write(INDEX, '{"weight_map": {"x": "\\ud800"}}'), r"x = '\ud800': expected the name of a file beside it"),
+    (write("config.json", "[" * 100_000), "config.json is not JSON"),
+    (change_config(num_hidden_layers=10**9), "num_hidden_layers = 1000000000: expected a number from 1 to 256"),
+    (change_config(vocab_size=10**4000), "vocab_size = 1000000000"),
+    (change_config(head_dim=None, num_attention_heads=128, num_key_value_heads=128), "hidden_size = 64: expected an"),
+    (change_config(rope_parameters={"rope_theta": 10**400}), "rope_theta = 1000000000"),
+    # Of two tables of rotary positions transformers takes the older name's.
+    (change_config(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "rotary positions are scaled (yarn)"),
+    (change_config(tie_word_embeddings="false"), "tie_word_embeddings = 'false': expected true or false"),
+    (change_config(layer_types=["sliding_attention", "full_attention"]), "expected full_attention in every layer"),
+    (pipe("config.json"), "config.json is no file"),
+    (pipe("model.safetensors"), "model.safetensors is no file"),
 ]  # fmt: skip
 
 
@@ -205,6 +231,7 @@ def test_a_checkpoint_that_is_not_whole_is_named(
     result = spes("run", "new", "--preset", "9b", "--upcycle", folder)
     assert result.code == 2
     assert message in result.error
+    assert len(result.error) < 1000
     assert not list(tmp_path.glob("run*")) and not list(tmp_path.glob(".genesis*"))
 
 
