@@ -7,16 +7,14 @@ one run; none of them gates a test.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-_PIPE_COLUMNS = 120
+from spes_client.ui import print_json, print_rich
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:
@@ -45,12 +43,9 @@ def new_table(title: str, *columns: str) -> Table:
 def show(tables: Sequence[Table], figures: dict[str, Any], *, as_json: bool) -> None:
     """Print the tables, or the figures as JSON."""
     if as_json:
-        print(json.dumps(figures, indent=2))
+        print_json(figures)
         return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_COLUMNS)
     for table in tables:
-        console.print(table)
-        console.print()
-    console.print(f"measured on {machine()}")
+        print_rich(table)
+        print()
+    print(f"measured on {machine()}")
