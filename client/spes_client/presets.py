@@ -55,9 +55,8 @@ _TINY: dict[str, Any] = {
         "rope_theta": 10_000.0,
     },
     "ownership": {"groups": 4, "min_peers": 4},
-    "optimizer": {"lr": 3e-3, "warmup_steps": 20, "total_steps": 240},
+    "optimizer": {"lr": 3e-3, "warmup_steps": 20},
     "rounds": {
-        "phases": [{"from_step": 0, "steps": 20, "batch_sequences": 8}],
         "grace_seconds": 30.0,
         "blob_seconds": 120.0,
         "propose_seconds": 5.0,
