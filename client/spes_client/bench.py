@@ -308,6 +308,7 @@ def _rates_table(known: measured.Measured) -> Table:
 
 def _steps_table(known: measured.Measured) -> Table:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("model")
@@ -317,8 +318,8 @@ def _steps_table(known: measured.Measured) -> Table:
     table.add_column("by")
     for step in known.steps:
         table.add_row(
-            ui.one_line(step.name), measured.rate_text(1 / step.seconds_per_token), f"{known.mfu(step):.1%}",
-            str(step.tokens_at_once), measured.age_text(step.measured_at), step.how,
+            Text(ui.one_line(step.name)), measured.rate_text(1 / step.seconds_per_token), f"{known.mfu(step):.1%}",
+            str(step.tokens_at_once), measured.age_text(step.measured_at), Text(ui.one_line(step.how)),
         )  # fmt: skip
     return table
 

@@ -21,6 +21,8 @@ FILE = "bench.json"
 VERSION = 1
 _BYTES_MAX = 1024 * 1024
 _STEPS_KEPT = 16
+_LEAST, _MOST = 1e-12, 1e20
+"""What no rate, time or size of a machine is below or above."""
 
 REFERENCE_APPLY_BYTES_PER_SECOND = 0.5e9
 """Rate of `apply` where this machine's is not known: two cores of a server, see docs/benchmarks.md."""
@@ -109,9 +111,27 @@ def load(home: Path) -> Measured | None:
         measured = Measured(rates=rates, measured_at=float(plain["measured_at"]), steps=steps)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, SchemaError):
         return None
-    numbers = [value for name, value in asdict(rates).items() if name not in ("device", "device_name")]
-    numbers += [step.seconds_per_token for step in steps]
-    return measured if all(isinstance(value, int | float) and value > 0 for value in numbers) else None
+    return measured if _is_sound(measured) else None
+
+
+def _is_sound(measured: Measured) -> bool:
+    """Whether the file's figures are such as a machine may have, and its words words: everything else counts on it."""
+    rates, steps = measured.rates, measured.steps
+    figures = [value for name, value in vars(rates).items() if name not in ("device", "device_name")]
+    figures += [value for step in steps for value in (step.seconds_per_token, step.tokens_at_once, step.groups)]
+    times = [measured.measured_at, *(step.measured_at for step in steps)]
+    words = [rates.device_name, *(word for step in steps for word in (step.name, step.how))]
+    return (
+        rates.device in ("cpu", "cuda")
+        and all(_is_number(value) and _LEAST <= value <= _MOST for value in figures)
+        and all(_is_number(value) and abs(value) <= _MOST for value in times)
+        and all(isinstance(word, str) for word in words)
+        and all(type(step.owned) is int and 0 <= step.owned <= step.groups for step in steps)
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def save(home: Path, measured: Measured) -> None:

@@ -16,7 +16,7 @@ from spes_p2p.core.plan import Files
 from spes_p2p.core.tensors import section_specs, tensor_specs
 from spes_protocols.codec import from_plain
 from spes_protocols.errors import SchemaError, UserError
-from spes_protocols.manifest import Codecs, Model, Ownership, Phase, Rounds
+from spes_protocols.manifest import Codecs, Model, Optimizer, Ownership, Phase, Rounds
 from spes_protocols.messages import SHARED, group_section
 from spes_protocols.types import GROUPS_MAX
 
@@ -169,15 +169,14 @@ def _of_plain(plain: Mapping[str, Any], name: str) -> Subject:
     model = from_plain(Model, plain["model"], "model")
     ownership = from_plain(Ownership, plain["ownership"], "ownership")
     rounds = from_plain(Rounds, plain["rounds"], "rounds") if "rounds" in plain else None
-    optimizer = plain.get("optimizer", {})
-    steps = optimizer.get("total_steps", 0) if isinstance(optimizer, dict) else 0
+    optimizer = from_plain(Optimizer, plain["optimizer"], "optimizer") if "optimizer" in plain else None
     return Subject(
         name=str(plain.get("name", name)),
         model=model,
         ownership=ownership,
         codecs=from_plain(Codecs, plain.get("codecs", {}), "codecs"),
         phases=rounds.phases if rounds else (),
-        total_steps=steps if isinstance(steps, int) else 0,
+        total_steps=optimizer.total_steps if optimizer else 0,
         peers=ownership.min_peers,
         shared_quota=rounds.shared_quota if rounds else Rounds.shared_quota,
     )
@@ -193,5 +192,6 @@ def _recut(subject: Subject, nodes: int | None, groups: int | None) -> Subject:
     peers = nodes or subject.peers
     ownership = subject.ownership
     if groups is not None or nodes is not None:
-        ownership = Ownership(groups=count, min_peers=min(peers, count))
+        most = 0 if groups is not None else ownership.groups_per_peer_max  # of other groups the run says nothing
+        ownership = Ownership(groups=count, min_peers=min(peers, count), groups_per_peer_max=most)
     return replace(subject, ownership=ownership, peers=peers)
