@@ -26,17 +26,12 @@ from spes_p2p.store.files import atomic_write, disk_errors, make_directory
 from spes_protocols.codec import sha256
 from spes_protocols.errors import UserError
 
-SETTINGS = tuple(field.name for field in dataclasses.fields(Settings))
-FIGURES = ("bits_per_byte", "sent_bytes", "device_bytes", "host_bytes", "tokens_seen", "rounds", "seconds")
-CURVE = ("tokens_seen", "bits_per_byte", "loss")
-_TYPES = typing.get_type_hints(Settings)
-
 Row = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """One row: a run's settings and figures. `seconds` is wall time."""
+    """One row: a run's settings and figures. `tokens_seen` are those of all peers, `seconds` is wall time."""
 
     settings: Settings
     bits_per_byte: float
@@ -46,6 +41,12 @@ class Finished:
     tokens_seen: int
     rounds: int
     seconds: float
+
+
+SETTINGS = tuple(field.name for field in dataclasses.fields(Settings))
+FIGURES = tuple(field.name for field in dataclasses.fields(Finished) if field.name != "settings")
+CURVE = ("tokens_seen", "bits_per_byte", "loss")
+_TYPES = typing.get_type_hints(Settings) | typing.get_type_hints(Finished)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,16 +148,7 @@ class Results:
     def _finished(self, row: Row) -> Finished:
         settings = _settings(row, self.path)
         try:
-            finished = Finished(
-                settings=settings,
-                bits_per_byte=float(row["bits_per_byte"]),
-                sent_bytes=int(row["sent_bytes"]),
-                device_bytes=int(row["device_bytes"]),
-                host_bytes=int(row["host_bytes"]),
-                tokens_seen=int(row["tokens_seen"]),
-                rounds=int(row["rounds"]),
-                seconds=float(row["seconds"]),
-            )
+            finished = Finished(settings=settings, **{name: _TYPES[name](row[name]) for name in FIGURES})
         except ValueError:
             raise _foreign(self.path) from None
         if not math.isfinite(finished.bits_per_byte):
