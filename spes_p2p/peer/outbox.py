@@ -19,7 +19,10 @@ from spes_protocols.requests import PUSH
 QUEUE_MAX = 512
 CALL_SECONDS = 10.0
 IDLE_SECONDS = 60.0
-"""A sender without work for so long ends; the next record starts it again."""
+"""A sender without work for so long ends, and its peer is forgotten; the next record starts it again."""
+
+UNREACHABLE_SECONDS = 30.0
+"""So long a record that did not get there says that its peer cannot be reached; while a round is open others follow."""
 
 
 class Outbox:
@@ -31,8 +34,17 @@ class Outbox:
         self._events = events
         self._queues: dict[str, asyncio.Queue[bytes]] = {}
         self._senders: dict[str, asyncio.Task[None]] = {}
-        self.unreachable: set[str] = set()
-        """Peers that the last record did not get to."""
+        self._failed_at: dict[str, float] = {}
+
+    @property
+    def unreachable(self) -> frozenset[str]:
+        """Peers that the last record did not get to, lately, and that have sent none since."""
+        since = time.monotonic() - UNREACHABLE_SECONDS
+        return frozenset(peer for peer, at in self._failed_at.items() if at > since)
+
+    def heard_from(self, peer: str) -> None:
+        """A peer has just sent us a record."""
+        self._failed_at.pop(peer, None)
 
     def send(self, peers: Iterable[str], raw: bytes) -> None:
         """Queue one envelope for each peer; returns at once."""
@@ -42,6 +54,7 @@ class Outbox:
             queue = self._queues.setdefault(peer, asyncio.Queue(QUEUE_MAX))
             if queue.full():
                 self._events.dropped(peer, queue.get_nowait(), "too many records wait for this peer")
+                queue.task_done()
             queue.put_nowait(raw)
             sender = self._senders.get(peer)
             if sender is None or sender.done():
@@ -58,7 +71,7 @@ class Outbox:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 for peer, queue in list(self._queues.items()):
-                    if peer not in self.unreachable:
+                    if peer not in self._failed_at:
                         await queue.join()
 
     async def _drain(self, peer: str, queue: asyncio.Queue[bytes]) -> None:
@@ -67,19 +80,23 @@ class Outbox:
                 async with asyncio.timeout(IDLE_SECONDS):
                     raw = await queue.get()
             except TimeoutError:
+                if not queue.empty():  # a record came at the last moment
+                    continue
+                for table in (self._queues, self._senders, self._failed_at):
+                    table.pop(peer, None)
                 return
             since = time.monotonic()
             try:
                 await self._transport.call(peer, PUSH, raw, timeout_seconds=CALL_SECONDS)
                 self._events.sent(peer, raw, since)
-                self.unreachable.discard(peer)
+                self._failed_at.pop(peer, None)
             except RemoteError as error:
                 self._events.sent(peer, raw, since, error)
-                self.unreachable.discard(peer)
+                self._failed_at.pop(peer, None)
                 self._on_refused(peer, error)
             except NetworkError as error:
                 self._events.sent(peer, raw, since, error)
-                self.unreachable.add(peer)
+                self._failed_at[peer] = time.monotonic()
                 while not queue.empty():  # it is unreachable: do not wait for each of these in turn
                     self._events.dropped(peer, queue.get_nowait(), "the record before it could not be pushed either")
                     queue.task_done()

@@ -43,6 +43,7 @@ from spes_p2p.peer.phases import PhaseClock
 from spes_p2p.peer.recorder import Recorder
 from spes_p2p.peer.silence import Silence
 from spes_p2p.peer.sync import Syncer
+from spes_p2p.peer.tasks import to_the_end
 from spes_p2p.peer.worker import Worker
 from spes_p2p.store.chain import Chain, Step
 from spes_protocols.codec import decode, digest, encode
@@ -168,6 +169,7 @@ class Shell:
             signed = signed if raw == signed.raw else unseal(raw, Header)
         self._events.said(signed)
         self._outbox.send(self._everyone(), signed.raw)
+        self._note_unreachable()
         self._run(self.participant.on_message(signed, time.monotonic()))
         return signed
 
@@ -180,6 +182,7 @@ class Shell:
                 async with asyncio.timeout(wait):
                     await self._timer_changed.wait()
             except TimeoutError:
+                self._note_unreachable()
                 self._run(self.participant.on_tick(time.monotonic()))
             self._timer_changed.clear()
 
@@ -210,26 +213,34 @@ class Shell:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _take(self, message: Signed[Any], sender: str) -> list[rounds.Output]:
+        self._outbox.heard_from(sender)
+        self._note_unreachable()
         opened = None
         if isinstance(message.record, Proposal) and self.participant.expects(message):
             value = verify_set(message.record.value, peer=message.signer)
             opened = Opened(value, unseal_votes(message.record.polc, Prevote, peer=message.signer))
         return self.participant.on_message(message, time.monotonic(), opened=opened, sender=sender)
 
+    def _note_unreachable(self) -> None:
+        """Before the participant decides for whom to wait: what is known now."""
+        self.participant.unreachable = self._outbox.unreachable
+
     async def _on_opening(self, message: Signed[Start] | Signed[Reset]) -> None:
         async with self.advancing:
             if digest(message.record) == self._chain.head.epoch:
                 return
-            step = self._chain.check(message.record.KIND, message.raw)
-            self._chain.append(step)
-            await self.moved(step)
-        self._outbox.send(self._everyone(), message.raw)
+            # To the end, also if the caller gives up: nobody would come to the state of a head half moved to.
+            await to_the_end(self._open(self._chain.check(message.record.KIND, message.raw)))
+
+    async def _open(self, step: Step) -> None:
+        self._chain.append(step)
+        self._outbox.send(self._everyone(), step.data)
+        await self.moved(step)
 
     # ---- out: effects ------------------------------------------------------------------------------------------
 
     def _run(self, outputs: list[rounds.Output]) -> None:
         """Carry out outputs in order, and those that follow from them."""
-        self.participant.unreachable = frozenset(self._outbox.unreachable)
         self._note_view()
         queue = list(outputs)
         while queue:
@@ -345,6 +356,7 @@ class Shell:
                 await asyncio.sleep(RETRY_SECONDS)
             else:
                 self._events.checked(header, verdict, since)
+                self._note_unreachable()
                 self._run(self.participant.on_checked(header.id, verdict, time.monotonic()))
                 return
 
