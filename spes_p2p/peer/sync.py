@@ -14,7 +14,7 @@ import asyncio
 import functools
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -94,6 +94,7 @@ class Syncer:
         self._events = events
         self._tidy = tidy
         self._under_way: dict[bytes, asyncio.Lock] = {}
+        self._wanted: Counter[bytes] = Counter()
         self.meter = Meter()
         self._snapshots = Snapshots(
             transport, contacts, chain, states, self.meter, report=report, log=log, events=events
@@ -108,13 +109,15 @@ class Syncer:
     async def blob(self, section: Section, sender: str, deadline: float) -> None:
         """Have one blob in the store. Raises `NetworkError` if nobody gives it until `deadline` (monotonic seconds)."""
         lock = self._under_way.setdefault(section.blob, asyncio.Lock())
+        self._wanted[section.blob] += 1
         try:
             async with lock:
                 if not self._blobs.has(section.blob):
                     await self._fetch_recorded(section, sender, deadline)
         finally:
-            if not lock.locked():
-                self._under_way.pop(section.blob, None)
+            self._wanted[section.blob] -= 1
+            if not self._wanted[section.blob]:  # while one waits, who comes later must wait behind it
+                del self._wanted[section.blob], self._under_way[section.blob]
 
     async def _fetch_recorded(self, section: Section, sender: str, deadline: float) -> None:
         since = time.monotonic()

@@ -199,6 +199,43 @@ def test_the_next_rounds_blobs_come_while_one_is_applied_but_not_too_many(swarm:
     assert len(seen) == ROUNDS
 
 
+def test_one_fetch_of_a_blob_at_a_time_also_after_one_that_failed(
+    log: RunLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncer = Newcomer(log, tmp_path, {}).syncer
+    ((sender, section), *_) = counted_sections(log.chain, 0) or ()
+    at_once, most, fail = 0, 0, [asyncio.Event() for _ in range(3)]
+
+    async def fetch(*_: object) -> None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await fail.pop(0).wait()
+        at_once -= 1
+        raise NetworkError("nobody gives it")
+
+    monkeypatch.setattr(syncer, "_fetch_recorded", fetch)
+
+    async def whole() -> None:
+        events = list(fail)
+        tasks = []
+        for _ in range(2):  # the second waits for the first
+            tasks.append(asyncio.create_task(syncer.blob(section, sender, 0.0)))
+            await asyncio.sleep(0)
+        events[0].set()
+        await asyncio.wait(tasks[:1])
+        tasks.append(asyncio.create_task(syncer.blob(section, sender, 0.0)))  # and this one for the second
+        for _ in range(10):
+            await asyncio.sleep(0)
+        for event in events:
+            event.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(whole())
+    assert most == 1
+    assert not fail and not syncer._under_way and not syncer._wanted, "nothing is kept"
+
+
 def test_old_states_can_go_while_a_peer_goes_forward(log: RunLog, tmp_path: Path) -> None:
     network: dict[str, MemoryTransport] = {}
     serve_log_blobs(network, 1, log.blobs)
