@@ -162,14 +162,16 @@ def rebuild(run: RunDir, aside: Path) -> Rebuilt:
         path.unlink(missing_ok=True)
     with LedgerDB(fresh) as db:
         rebuilt = _fill(run, db, found)
-    # Whatever happens between here and the end, a start in between keeps still.
+    # Whatever happens between here and the end, a start in between keeps still. So does the next one if an earlier loss
+    # had said so: its rounds have not closed yet.
+    was_silent = run.silent_path.exists()
     atomic_write(run.silent_path, b"votes may be missing from the ledger's database\n")
     for path in paths[1:]:
         remove_synced(path)
     with fresh.open("rb") as file:
         sync(file, fresh)
     rename_synced(fresh, run.ledger_path)
-    if rebuilt.words_whole:
+    if rebuilt.words_whole and not was_silent:
         remove_synced(run.silent_path)
     return rebuilt
 

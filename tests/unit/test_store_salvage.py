@@ -106,3 +106,18 @@ def test_a_whole_file_is_read_by_sqlite_alone(tmp_path: Path) -> None:
     found = read_damaged(log.run.ledger_path)
     assert found.chain_whole and found.votes_whole
     assert [row[1:] for row in found.chain] == played_records(log)
+
+
+def test_a_second_repair_does_not_let_speak_whom_the_first_silenced(tmp_path: Path) -> None:
+    log = play(tmp_path)
+    log.close()
+    with log.run.ledger() as db:
+        db._db.execute("DELETE FROM own_votes")
+        db._db.execute("UPDATE chain SET bytes = x'00' WHERE position = 2")
+        db._db.commit()
+    silenced = copy_log(log, tmp_path)
+    silenced.silent_path.write_bytes(b"")
+    for run in (silenced, log.run):
+        assert rebuild(run, run.path / "aside").words_whole
+    assert silenced.silent_path.exists(), "what is whole now is what was left of its votes"
+    assert not log.run.silent_path.exists()
