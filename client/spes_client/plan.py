@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from spes_client import measured, ui
-from spes_client.machine import Machine, look, memory_text
+from spes_client.machine import GPUS_MAX, Machine, look, memory_text
 from spes_client.subject import Subject, subject_flags, subject_of
 from spes_p2p.core import plan
 from spes_p2p.core.choice import MICRO_BATCH_TOKENS, Choice, Wish, choose, combinations, in_words
@@ -43,6 +43,10 @@ def register(subparsers: Any) -> None:
         parser, "--device", type=ui.one_of("cpu", "cuda"), default="cuda", env=None,
         help="what the table is for: cuda (default) or cpu",
     )  # fmt: skip
+    ui.flag(
+        parser, "--gpus", type=ui.whole_number(1, GPUS_MAX), default=1, metavar="N", env=None,
+        help="GPUs of one machine that train together; the table is for each of them (default 1)",
+    )  # fmt: skip
     ui.flag(parser, "--all", action="store_true", env=None, help="every combination of options, and cards of all sizes")
     ui.json_flag(parser)
     parser.set_defaults(handler=_plan)
@@ -57,19 +61,22 @@ def _plan(args: argparse.Namespace) -> int:
     device: Device = args.device
     length = subject.model.sequence_length
     at_once = int(args.micro_batch or min(subject.sequences, max(1, MICRO_BATCH_TOKENS // length)))
-    here = choose_for(subject, machine, Wish(micro_batch=None if args.micro_batch is None else int(args.micro_batch)))
+    devices = int(args.gpus)
+    wish = Wish(micro_batch=None if args.micro_batch is None else int(args.micro_batch))
+    here = choose_for(subject, machine, wish)
     if args.json:
-        ui.print_json(_json(subject, device, at_once, machine, here, known))
+        ui.print_json(_json(subject, device, devices, at_once, machine, here, known))
         return ui.EXIT_OK
     print(_title(subject))
-    print(_what_the_table_says(subject, device, at_once))
+    print(_what_the_table_says(subject, device, devices, at_once))
     print()
-    ui.print_rich(_table(subject, device, at_once, here, everything=args.all))
+    ui.print_rich(_table(subject, device, devices, at_once, here, everything=args.all))
     print()
     if args.all:
-        ui.print_rich(_cards_table(subject))
+        ui.print_rich(_cards_table(subject, devices))
         print()
-    ui.print_rich(ui.pairs_table(_machine_rows(subject, machine, here) + _rows(subject, device, known, machine)))
+    rows = _machine_rows(subject, machine, here) if devices == 1 else []
+    ui.print_rich(ui.pairs_table(rows + _rows(subject, device, devices, known, machine)))
     return ui.EXIT_OK
 
 
@@ -86,17 +93,17 @@ def choose_for(subject: Subject, machine: Machine, wish: Wish) -> Choice:
     )  # fmt: skip
 
 
-def memory_of(subject: Subject, engine: Engine, device: Device, at_once: int) -> DeviceMemory:
-    """An even share of the groups, with so many sequences at a time."""
+def memory_of(subject: Subject, engine: Engine, device: Device, at_once: int, devices: int = 1) -> DeviceMemory:
+    """An even share of the groups, with so many sequences at a time on each device."""
     return device_memory(
         subject.model, subject.groups, subject.owned, replace(engine, micro_batch=at_once),
-        sequences=max(at_once, subject.sequences), device=device,
+        sequences=max(devices * at_once, subject.sequences), device=device, devices=devices,
     )  # fmt: skip
 
 
-def every_engine(device: Device) -> list[Engine]:
+def every_engine(device: Device, devices: int = 1) -> list[Engine]:
     """All combinations of the options of memory: the device's, and what gains nothing there (fp32 on a GPU)."""
-    found = combinations(device) + combinations(device, Wish(frozen="fp32"))
+    found = combinations(device, devices=devices) + combinations(device, Wish(frozen="fp32"), devices)
     return list(dict.fromkeys(found))
 
 
@@ -109,17 +116,21 @@ def _title(subject: Subject) -> str:
     )
 
 
-def _what_the_table_says(subject: Subject, device: Device, at_once: int) -> str:
+def _what_the_table_says(subject: Subject, device: Device, devices: int, at_once: int) -> str:
     where = "on a GPU, which computes in bf16" if device == "cuda" else "on a CPU, which computes in fp32"
+    if devices > 1:
+        where = f"on each of {devices} GPUs" if device == "cuda" else f"in each of {devices} processes"
     sequences = f"{_many(at_once, 'sequence')} of {subject.model.sequence_length} tokens at a time"
-    return f"{_many(subject.peers, 'peer')}, {_many(subject.owned, 'group')} for each; {sequences};\nGiB {where}"
+    owners = "each" if subject.peers <= subject.groups else f"{subject.groups} of them"
+    shares = f"{_many(subject.peers, 'peer')}, {_many(subject.owned, 'group')} for {owners}"
+    return f"{shares}; {sequences};\nGiB {where}"
 
 
 def _many(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _table(subject: Subject, device: Device, at_once: int, here: Choice, *, everything: bool) -> Table:
+def _table(subject: Subject, device: Device, devices: int, at_once: int, here: Choice, *, everything: bool) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
@@ -127,11 +138,11 @@ def _table(subject: Subject, device: Device, at_once: int, here: Choice, *, ever
         table.add_column(name, no_wrap=True)
     for name in ("weights", "grads", "mom.", "sum", "act.", "logits", "other", "in all"):
         table.add_column(name, justify="right", no_wrap=True)
-    for engine in every_engine(device) if everything else _extremes(device, here):
-        memory = memory_of(subject, engine, device, at_once)
+    for engine in every_engine(device, devices) if everything else _extremes(device, devices, here):
+        memory = memory_of(subject, engine, device, at_once, devices)
         parts = (
             memory.weights, memory.gradients, memory.moments, memory.state, memory.activations, memory.logits,
-            memory.workspace, memory.total,
+            memory.workspace + memory.gathered, memory.total,
         )  # fmt: skip
         table.add_row(
             engine.frozen, engine.moments, engine.gradients, "yes" if engine.recompute else "no", *map(_gib, parts)
@@ -139,36 +150,36 @@ def _table(subject: Subject, device: Device, at_once: int, here: Choice, *, ever
     return table
 
 
-def _extremes(device: Device, here: Choice) -> list[Engine]:
+def _extremes(device: Device, devices: int, here: Choice) -> list[Engine]:
     """The published way, the device's own, what this machine would take, and all savings at once."""
-    smallest = Engine(frozen="int8", moments="int8", gradients="bf16", recompute=True)
+    smallest = Engine(frozen="int8", moments="int8", gradients="bf16" if devices == 1 else "fp32", recompute=True)
     chosen = replace(here.engine, micro_batch=None, compile=False, grouped=False)
-    found = [Engine(), default_engine(device), *([chosen] if here.fits else []), smallest]
+    found = [Engine(), default_engine(device), *([chosen] if here.fits and devices == 1 else []), smallest]
     return list(dict.fromkeys(found))
 
 
-def _cards_table(subject: Subject) -> Table:
+def _cards_table(subject: Subject, devices: int) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("a card of", justify="right")
+    table.add_column("a card of" if devices == 1 else f"{devices} cards of", justify="right")
     table.add_column("groups", justify="right")
     table.add_column("needs", justify="right")
     table.add_column("with")
-    for gib, choice in _cards(subject):
+    for gib, choice in _cards(subject, devices):
         words = ", ".join(in_words(choice.engine, "cuda", subject.sequences)) or "nothing saved"
         cells = (str(choice.owned), memory_text(choice.memory.total), words) if choice.fits else ("", "", "too small")
         table.add_row(f"{gib} GiB", *cells)
     return table
 
 
-def _cards(subject: Subject) -> list[tuple[int, Choice]]:
+def _cards(subject: Subject, devices: int) -> list[tuple[int, Choice]]:
     return [
         (
             gib,
             choose(
                 subject.model, subject.groups, Wish(), device="cuda", device_bytes=int(gib * GIB * CARD_SHARE),
-                owned_max=subject.owned, sequences=subject.sequences,
+                owned_max=subject.owned, sequences=subject.sequences, devices=devices,
             ),
         )
         for gib in CARDS_GIB
@@ -206,12 +217,14 @@ def _machine_rows(subject: Subject, machine: Machine, here: Choice) -> list[tupl
     ]
 
 
-def _rows(subject: Subject, device: Device, known: measured.Measured | None, machine: Machine) -> list[tuple[str, str]]:
+def _rows(
+    subject: Subject, device: Device, devices: int, known: measured.Measured | None, machine: Machine
+) -> list[tuple[str, str]]:
     """What does not depend on the options."""
     files, owned = subject.files(), subject.owned
     traffic = plan.traffic(files, peers=subject.senders, groups=subject.groups, owned=owned)
     disk = plan.disk(subject.model, files, peers=subject.senders, groups=subject.groups, owned=owned)
-    host = plan.host_bytes(subject.model, subject.groups, owned, device=device)
+    host = plan.host_bytes(subject.model, subject.groups, owned, device=device, devices=devices)
     rounds = plan.rounds_of(subject.phases, subject.total_steps) if subject.phases and subject.total_steps else 0
     in_run = f"; {_amount(disk.log_round * rounds)} for {rounds} rounds" if rounds else ""
     seconds = 8 * max(traffic.sent, traffic.received) / LINE_BITS_PER_SECOND
@@ -234,7 +247,7 @@ def _rows(subject: Subject, device: Device, known: measured.Measured | None, mac
         ("", f"at 100 Mbit/s each way {seconds_text(seconds)}"),
         ("apply", apply_text(subject, known)),
     ]
-    step = step_text(subject, known, owned)
+    step = step_text(subject, known, owned) if devices == 1 else ""
     return rows + ([("a round's steps", step)] if step else [])
 
 
@@ -297,15 +310,21 @@ def _amount(count: float) -> str:
 
 
 def _json(
-    subject: Subject, device: Device, at_once: int, machine: Machine, here: Choice, known: measured.Measured | None
+    subject: Subject,
+    device: Device,
+    devices: int,
+    at_once: int,
+    machine: Machine,
+    here: Choice,
+    known: measured.Measured | None,
 ) -> dict[str, Any]:
     files, owned, model = subject.files(), subject.owned, subject.model
     parts = plan.cut(model, subject.groups, owned)
     options = []
-    for engine in every_engine(device):
-        memory = memory_of(subject, engine, device, at_once)
+    for engine in every_engine(device, devices):
+        memory = memory_of(subject, engine, device, at_once, devices)
         options.append(_engine_json(engine) | _memory_json(memory) | {
-            "fits_here": device == machine.device and memory.total <= machine.device_bytes(device),
+            "fits_here": device == machine.device and memory.total <= machine.device_bytes(device, devices),
         })  # fmt: skip
     rounds = plan.rounds_of(subject.phases, subject.total_steps) if subject.phases and subject.total_steps else None
     disk = plan.disk(model, files, peers=subject.senders, groups=subject.groups, owned=owned)
@@ -321,8 +340,9 @@ def _json(
         "sequence_length": model.sequence_length,
         "sequences_at_a_time": at_once,
         "device": device,
+        "devices": devices,
         "options": options,
-        "host_gib": plan.host_bytes(model, subject.groups, owned, device=device) / GIB,
+        "host_gib": plan.host_bytes(model, subject.groups, owned, device=device, devices=devices) / GIB,
         "disk_bytes": asdict(disk) | {"total": disk.total},
         "log_run_bytes": None if rounds is None else disk.log_round * rounds,
         "rounds": rounds,
@@ -333,7 +353,7 @@ def _json(
         "step_flops_per_token": plan.step_flops_per_token(model, subject.groups, owned),
         "machine": asdict(machine),
         "here": _choice_json(here),
-        "cards": [{"card_gib": gib} | _choice_json(choice) for gib, choice in _cards(subject)],
+        "cards": [{"card_gib": gib} | _choice_json(choice) for gib, choice in _cards(subject, devices)],
     }
 
 
@@ -355,7 +375,7 @@ def _memory_json(memory: DeviceMemory) -> dict[str, float]:
         "total_gib": memory.state / GIB,
         "activations_gib": memory.activations / GIB,
         "logits_gib": memory.logits / GIB,
-        "other_gib": memory.workspace / GIB,
+        "other_gib": (memory.workspace + memory.gathered) / GIB,
         "device_gib": memory.total / GIB,
     }
 

@@ -65,7 +65,7 @@ _TINY: dict[str, Any] = {
         "lease_seconds": 300.0,
     },
     # alpha 0.1 falling to 0 over the first quarter of the run, at every round: best of the small ablation.
-    "merging": {"alpha": 0.1, "interval": 20, "until_step": 60, "top": 4},
+    "merging": {"alpha": 0.1, "interval": 20, "top": 4},
     # Falls over the whole schedule: the best of docs/lab.md. The published presets have none, as they were published.
     "routing": {"owned_bias": 4.0},
     "codecs": {"shared": "int4", "group": "int8"},
@@ -185,6 +185,10 @@ def _phases(plan: Plan, nodes: int, tokens: int, sequence_length: int) -> tuple[
     if batch < (2 if plan.halves else 1):
         raise UserError(f"a step of {plan.sequences} sequences cannot be divided among {nodes} nodes; use fewer")
     step_tokens = nodes * batch * sequence_length
+    if tokens < plan.steps * step_tokens:
+        raise UserError(
+            f"{tokens} tokens are less than a round's, {plan.steps} steps of {step_tokens} tokens; use more"
+        )
     early_share = 1 - LATE_SHARE if plan.halves else 1.0
     early = _whole_rounds(early_share * tokens / step_tokens, plan.steps)
     phases = [{"from_step": 0, "steps": plan.steps, "batch_sequences": batch}]
@@ -244,6 +248,7 @@ def _schedule(plain: dict[str, Any], plan: Plan, nodes: int | None, tokens: int 
     plain["optimizer"]["total_steps"] = steps
     if "routing" in plain:
         plain["routing"]["owned_bias_until_step"] = steps
+        plain["merging"]["until_step"] = steps // 4
 
 
 def _preset(plain: dict[str, Any]) -> dict[str, Any]:

@@ -224,6 +224,9 @@ def _new(args: argparse.Namespace) -> int:
     else:
         plain = new_manifest(args.preset, **common)
     ui.write_file(output, render(plain).encode())
+    steps, rise = plain["optimizer"]["total_steps"], plain["optimizer"]["warmup_steps"]
+    if steps <= rise:
+        ui.warn(f"the run has {steps} steps, and the learning rate rises for {rise}: edit optimizer.warmup_steps")
     if args.json:
         written = {"file": output} if genesis is None else {"file": output, "genesis": genesis}
         ui.print_json({**written, "name": plain["name"], "seed": seed, "preset": args.preset})

@@ -142,3 +142,19 @@ def test_nodes_and_tokens_that_do_not_fit(spes: Spes, tmp_path: Path) -> None:
     assert result.code == 2
     assert "'many': expected a number of tokens from 1 to 1e15, such as 100e9" in result.error
     assert not (tmp_path / "other.toml").exists()
+
+
+def test_tokens_that_are_no_run(spes: Spes, tmp_path: Path) -> None:
+    """Less than a round is refused; a run that is over before the learning rate has risen is written with a warning."""
+    for tokens in (1, 81_919):
+        result = spes("run", "new", "--preset", "tiny", "--tokens", tokens)
+        assert result.code == 2
+        assert f"{tokens} tokens are less than a round's, 20 steps of 4096 tokens; use more" in result.error
+        assert not (tmp_path / "run.toml").exists()
+    result = spes("run", "new", "--preset", "tiny", "--tokens", 81_920)
+    assert (result.code, "the run has 20 steps, and the learning rate rises for 20" in result.err) == (0, True)
+    result = spes("run", "new", "--preset", "tiny", "--tokens", 163_840, "--force")
+    assert (result.code, result.err) == (0, "")
+    plain = new_manifest("tiny", tokens=163_840)
+    assert (plain["optimizer"]["total_steps"], plain["merging"]["until_step"]) == (40, 10)
+    assert (record("tiny").merging.until_step, record("tiny").optimizer.total_steps) == (60, 240)

@@ -85,6 +85,11 @@ def test_what_a_run_lets_one_peer_own_holds_for_fewer_peers_too(spes: Spes, tmp_
     assert owned("--manifest", "two.toml", "--nodes", 2, "--groups", 8) == 4  # other groups: nothing is said of them
 
 
+def test_more_peers_than_groups_do_not_all_own_one(spes: Spes) -> None:
+    assert "16 peers, 1 group for 8 of them; " in spes("plan", "--preset", "9b", "--nodes", 16).out
+    assert "8 peers, 1 group for each; " in spes("plan", "--preset", "9b", "--nodes", 8).out
+
+
 @pytest.mark.parametrize(
     ("place", "value"),
     [
