@@ -115,7 +115,7 @@ def _measure(
         how=found["how"],
         measured_at=now,
     )
-    if known is not None and not args.again and known.rates.device == found["device"]:
+    if known is not None and not args.again and known.rates.are_of(found["device"], int(args.threads)):
         return known.with_step(step)
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=home) as folder:
         report("disk", 0.8)

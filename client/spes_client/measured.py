@@ -47,6 +47,10 @@ class Rates:
     fsync_seconds: float
     hash_bytes: float
 
+    def are_of(self, device: Device, threads: int) -> bool:
+        """Whether they are those of a device; of a CPU, with so many threads."""
+        return self.device == device and (device == "cuda" or self.threads == threads)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:

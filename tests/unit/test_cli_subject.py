@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spes_client import measured
+from spes_client import bench, measured
 from spes_client.manifest_toml import render
 from spes_client.measured import Measured, Rates, Step
 from spes_client.presets import new_manifest
@@ -125,6 +125,25 @@ def test_a_file_of_measurements_that_is_none(spes: Spes, tmp_path: Path, make: C
     measured.save(home, known())
     (home / measured.FILE).write_text(make((home / measured.FILE).read_text()))
     assert measured.load(home) is None
+
+
+def test_a_step_is_never_kept_beside_rates_of_other_threads(
+    spes: Spes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"seconds_per_token": 1e-3, "tokens_at_once": 64, "how": "x", "device": "cpu", "device_name": "cpu"}
+    monkeypatch.setattr(bench, "_torch_part", lambda *_: found | {"matmul_flops": 2e11, "adamw_elements": 1e9})
+    monkeypatch.setattr(bench, "disk_rates", lambda folder: (1e8, 1e9, 0.01))
+    monkeypatch.setattr(bench, "hash_rate", lambda: 4e8)
+    monkeypatch.setattr(bench, "apply_rate", lambda folder: 4e8)
+    measured.save(tmp_path / "home", known())
+
+    def after(preset: str, threads: int) -> tuple[int, list[str]]:
+        plain = spes("bench", "--preset", preset, "--device", "cpu", "--threads", threads, "--json").json
+        return plain["rates"]["threads"], [step["name"] for step in plain["steps"]]
+
+    assert after("1b", 1) == (1, ["1b", "tiny"])
+    assert after("2b", 2) == (2, ["2b"])
+    assert after("7b", 2) == (2, ["7b", "2b"])
 
 
 def test_a_model_s_name_is_no_markup(spes: Spes, tmp_path: Path) -> None:
