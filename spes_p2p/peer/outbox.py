@@ -35,6 +35,8 @@ class Outbox:
         self._queues: dict[str, asyncio.Queue[bytes]] = {}
         self._senders: dict[str, asyncio.Task[None]] = {}
         self._failed_at: dict[str, float] = {}
+        self.on_unreachable: Callable[[], None] = lambda: None
+        """Hears when a record did not get to a peer that could be reached until then."""
 
     @property
     def unreachable(self) -> frozenset[str]:
@@ -96,7 +98,10 @@ class Outbox:
                 self._on_refused(peer, error)
             except NetworkError as error:
                 self._events.sent(peer, raw, since, error)
+                is_news = peer not in self.unreachable
                 self._failed_at[peer] = time.monotonic()
+                if is_news:
+                    self.on_unreachable()
                 while not queue.empty():  # it is unreachable: do not wait for each of these in turn
                     self._events.dropped(peer, queue.get_nowait(), "the record before it could not be pushed either")
                     queue.task_done()

@@ -99,6 +99,7 @@ class Shell:
         self._syncer = syncer
         self._worker = worker
         self._outbox = outbox
+        outbox.on_unreachable = self._on_unreachable
         self.leftovers = leftovers
         self._everyone = everyone
         self._computes = computes
@@ -224,6 +225,12 @@ class Shell:
     def _note_unreachable(self) -> None:
         """Before the participant decides for whom to wait: what is known now."""
         self.participant.unreachable = self._outbox.unreachable
+
+    def _on_unreachable(self) -> None:
+        """Perhaps nobody is left to wait for."""
+        if self._restored:
+            self._note_unreachable()
+            self._run(self.participant.on_tick(time.monotonic()))
 
     async def _on_opening(self, message: Signed[Start] | Signed[Reset]) -> None:
         async with self.advancing:

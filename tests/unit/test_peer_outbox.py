@@ -62,6 +62,31 @@ def test_who_cannot_be_reached_is_so_until_there_is_news(way: str, monkeypatch: 
     run(whole())
 
 
+def test_whoever_waits_for_a_peer_hears_at_once_that_it_is_gone(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "log")
+    log.start([log.claim(ADA), log.claim(BOB), log.claim(EVE)])
+
+    async def test(peer: Peer, network: dict[str, MemoryTransport]) -> None:
+        MemoryTransport(network, ADA).handle(PUSH, take)
+        MemoryTransport(network, BOB).handle(PUSH, take)
+        told: list[frozenset[str]] = []
+        participant = peer.shell.participant
+        tick = participant.on_tick
+
+        def on_tick(now: float) -> Any:
+            told.append(participant.unreachable)
+            return tick(now)
+
+        participant.on_tick = on_tick  # type: ignore[method-assign]
+        peer.shell.restore()
+        for _ in range(3):
+            peer.outbox.send((ADA.peer_id, BOB.peer_id, EVE.peer_id), log.header(ADA).raw)
+            await peer.outbox._queues[EVE.peer_id].join()
+        assert told == [{EVE.peer_id}], "and only once"
+
+    with_peer(tmp_path, log, test, [])
+
+
 def test_nothing_is_kept_of_peers_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "IDLE_SECONDS", 0.05)
 
