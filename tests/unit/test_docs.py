@@ -168,12 +168,20 @@ def test_commands_are_found() -> None:
     assert list(commands(page)) == [["spes", "status", "--json"], ["spes", "run", "sign", "run.toml"]]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/organizer.md", "docs/volunteer.md"])
+def test_every_benchmark_has_its_command_on_the_page_of_benchmarks() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    programs = {path.name for path in (ROOT / "benchmarks").glob("*.py")} - {"common.py"}
+    assert programs == set(re.findall(r"^python benchmarks/(\w+\.py)", page, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", *(f"docs/{page}.md" for page in ("benchmarks", "lab", "organizer", "volunteer"))]
+)
 def test_commands_to_type_are_understood(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("SPES_PEER", "SPES_HOME", "SPES_KEY"):
         monkeypatch.delenv(variable, raising=False)
     found = list(commands((ROOT / name).read_text(encoding="utf-8")))
-    assert len(found) > 5 or name == "docs/volunteer.md"
+    assert len(found) > 5 or name in ("docs/volunteer.md", "docs/benchmarks.md")
     for program, *arguments in found:
         args = PARSERS[program]().parse_args([EXAMPLES.get(argument, argument) for argument in arguments])
         assert program in ("spes-join", "spes-bootstrap") or "handler" in args, (program, arguments)
