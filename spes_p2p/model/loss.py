@@ -53,10 +53,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             lse_C1 = sum_C1.log() + max_C1
             cross_entropy += (lse_C1 - target_scores_C1).sum()
             z += lse_C1.square().sum()
+            del scores_CV
             if grad_x_TD is None or grad_weight_VD is None:
+                del exps_CV
                 continue
             # d/dlogits = softmax * (1 + 2 * z_factor * lse) - onehot(target)
             grad_CV = exps_CV.mul_((1.0 + 2.0 * z_factor * lse_C1) / sum_C1)
+            del exps_CV
             grad_CV.scatter_add_(1, targets_C1, grad_CV.new_full((), -1.0).expand_as(targets_C1))
             grad_CV = grad_CV.to(x_TD.dtype)
             grad_x_TD[start : start + chunk] = grad_CV @ weight_cast_VD
@@ -64,6 +67,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_weight_VD.addmm_(grad_CV.T, x_CD)
             else:
                 grad_weight_VD += grad_CV.T @ x_CD
+            del grad_CV  # before the next chunk's logits, which would lie beside it
         ctx.gradients = grad_x_TD, grad_weight_VD
         ctx.gradient_dtype = gradient_dtype(weight_VD)
         ctx.mark_non_differentiable(cross_entropy)

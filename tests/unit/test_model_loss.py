@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from spes_p2p.core.plan import LOSS_CHUNK_TOKENS, Device, logits_bytes
 from spes_p2p.model.loss import chunked_cross_entropy, load_balance_loss, router_z_loss
 from spes_p2p.model.moe import Routing
+from tests.unit.model_support import MODEL
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 50, 1000])
@@ -29,6 +34,23 @@ def test_chunked_loss_and_gradients_equal_whole_logits(chunk: int) -> None:
     assert not plain.requires_grad
     for found, wanted in zip((x.grad, weight.grad), expected_gradients, strict=True):
         assert torch.allclose(found, wanted, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)])
+def test_one_chunk_of_logits_is_there_at_a_time(device: Device, dtype: torch.dtype) -> None:
+    """What the loss takes at its fullest moment is what the plan says, of a device whose compute dtype this is."""
+    chunk = LOSS_CHUNK_TOKENS[device]
+    model = replace(MODEL, vocab_size=3000)
+    x = torch.randn(3 * chunk, model.hidden_size).to(dtype).requires_grad_()
+    weight = torch.nn.Parameter(torch.randn(model.vocab_size, model.hidden_size))
+    targets = torch.randint(0, model.vocab_size, (3 * chunk,))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        total, _ = chunked_cross_entropy(x, weight, targets, z_factor=1e-4, chunk=chunk)
+        total.backward()
+    events = profile.profiler.kineto_results.events()
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    peak, expected = max(itertools.accumulate(changes)), logits_bytes(model, tokens=3 * chunk, device=device)
+    assert 0.9 * expected < peak < 1.02 * expected
 
 
 def test_large_logits_do_not_overflow() -> None:
