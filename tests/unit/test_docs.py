@@ -11,6 +11,7 @@ import pytest
 from spes_bootstrap.main import build_parser as bootstrap_parser
 from spes_client.join import build_parser as join_parser
 from spes_client.main import build_parser as spes_parser
+from spes_client.main import main as spes
 from spes_client.replay import build_parser as replay_parser
 from spes_p2p.crypto.envelope import KINDS
 from spes_protocols.messages import CHECKS, RESERVED_KINDS
@@ -185,3 +186,21 @@ def test_commands_to_type_are_understood(name: str, monkeypatch: pytest.MonkeyPa
     for program, *arguments in found:
         args = PARSERS[program]().parse_args([EXAMPLES.get(argument, argument) for argument in arguments])
         assert program in ("spes-join", "spes-bootstrap") or "handler" in args, (program, arguments)
+
+
+_OF_A_MACHINE = re.compile(r"^(this machine|fits here) .*$|; more than is free here", re.MULTILINE)
+
+
+def test_plans_on_the_page_of_benchmarks_are_what_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPES_HOME", str(tmp_path))
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    plan = re.search(r"^```\n\$ spes (plan .*)\n((?:.*\n)*?)```", page, re.MULTILINE)
+    cards = re.search(r"^```\n(a card of .*\n(?:.*\n)*?)```", page, re.MULTILINE)
+    assert plan is not None and cards is not None
+    assert spes(plan[1].split()) == 0
+    printed = capsys.readouterr().out
+    assert _OF_A_MACHINE.sub("", printed) == _OF_A_MACHINE.sub("", plan[2])
+    assert spes([*plan[1].split(), "--all"]) == 0
+    assert cards[1] in capsys.readouterr().out
