@@ -12,9 +12,14 @@ from spes_bootstrap.main import build_parser as bootstrap_parser
 from spes_client.join import build_parser as join_parser
 from spes_client.main import build_parser as spes_parser
 from spes_client.main import main as spes
+from spes_client.manifest_toml import to_manifest
+from spes_client.presets import new_manifest
 from spes_client.replay import build_parser as replay_parser
+from spes_client.run_summary import size_rows
 from spes_p2p.crypto.envelope import KINDS
+from spes_p2p.crypto.keys import Identity
 from spes_protocols.messages import CHECKS, RESERVED_KINDS
+from tests.unit.cli_support import complete
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("spes_p2p", "client", "bootstrap", "protocols", "tests", "benchmarks")
@@ -204,3 +209,10 @@ def test_plans_on_the_page_of_benchmarks_are_what_is_printed(
     assert _OF_A_MACHINE.sub("", printed) == _OF_A_MACHINE.sub("", plan[2])
     assert spes([*plan[1].split(), "--all"]) == 0
     assert cards[1] in capsys.readouterr().out
+
+
+def test_what_a_run_costs_stands_in_the_readme_as_it_is_printed(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    plain = complete(tmp_path) | {"model": new_manifest("tiny")["model"]}
+    for _, value in size_rows(to_manifest(plain, Identity.from_seed(bytes(32)).peer_id)):
+        assert value in readme
