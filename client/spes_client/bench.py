@@ -42,6 +42,7 @@ MEMORY_SHARE = 0.5
 _DISK_BYTES = 256 * 1024**2
 _PIECE_BYTES = 4 * 1024**2
 _SMALL_WRITES = 20
+_HASH_SECONDS = 1.0
 _PEERS = 4
 _APPLY_MODEL: dict[str, Any] = {
     "vocab_size": 8192,
@@ -201,13 +202,14 @@ def _parsed(line: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def disk_rates(folder: Path, size: int = _DISK_BYTES) -> tuple[float, float, float]:
+def disk_rates(folder: Path) -> tuple[float, float, float]:
     """(bytes a second written and synced, bytes a second read past the cache, median seconds of a small synced write).
 
     Raises `UserError` where the disk is full.
     """
     from spes_p2p.store.files import disk_errors, require_space
 
+    size = _DISK_BYTES
     require_space(folder, 2 * size)
     path, piece = folder / "large", os.urandom(_PIECE_BYTES)
     with disk_errors(path):
@@ -236,18 +238,18 @@ def disk_rates(folder: Path, size: int = _DISK_BYTES) -> tuple[float, float, flo
     return write, read, statistics.median(times)
 
 
-def hash_rate(seconds: float = 1.0) -> float:
+def hash_rate() -> float:
     """Bytes of SHA-256 a second on one core, in leaves of a state's size."""
     piece, done, started = os.urandom(_PIECE_BYTES), 0, time.perf_counter()
     while True:
         hashlib.sha256(piece).digest()
         done += len(piece)
         taken = time.perf_counter() - started
-        if taken >= seconds:
+        if taken >= _HASH_SECONDS:
             return done / taken
 
 
-def apply_rate(folder: Path, plain: dict[str, Any] | None = None) -> float:
+def apply_rate(folder: Path) -> float:
     """Bytes of `core.plan.apply_work_bytes` a second: a real round of four peers, from files to files.
 
     Raises `UserError` where the disk is full.
@@ -263,7 +265,7 @@ def apply_rate(folder: Path, plain: dict[str, Any] | None = None) -> float:
     from spes_protocols.manifest import Model
     from spes_protocols.messages import SHARED, group_section
 
-    model = Model(**(plain or _APPLY_MODEL))
+    model = Model(**_APPLY_MODEL)
     specs = tensor_specs(model, _PEERS)
     store = StateStore(folder / "states", [(spec.name, spec.shape) for spec in specs])
     require_space(folder, 4 * store.layout.file_bytes)
