@@ -6,6 +6,7 @@ A blob is complete or absent. A download grows in `partial(digest)`, survives a 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -134,7 +135,12 @@ class BlobStore:
 
     def total_bytes(self) -> int:
         """What the directory takes, downloads included, in bytes."""
-        return sum(entry.stat().st_size for entry in os.scandir(self.directory) if entry.is_file())
+        total = 0
+        with os.scandir(self.directory) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # a download that has just become a blob, say
+                    total += entry.stat().st_size if entry.is_file() else 0
+        return total
 
 
 def _copy(source: Path, target: NewFile) -> bytes:

@@ -1,7 +1,9 @@
 """Blobs by digest: complete or absent, resumed after a crash, refused when the bytes are others."""
 
+import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,3 +137,23 @@ def test_a_size_limit_leaves_no_half_written_blob(store: BlobStore) -> None:
     status, out = run(code, store.directory)
     assert status == 0 and "disk full" in out
     assert os.listdir(store.directory) == []
+
+
+def test_what_goes_while_it_is_counted_is_no_error(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    scandir = os.scandir
+    store.put(b"kept")
+    store.partial(DIGEST).write_bytes(DATA)
+
+    class Listed(contextlib.nullcontext[None], list[os.DirEntry[str]]):
+        def __enter__(self) -> Any:
+            return self
+
+    def listed(path: Path) -> Listed:
+        found = Listed()
+        with scandir(path) as entries:
+            found += entries
+        store.adopt(DIGEST)
+        return found
+
+    monkeypatch.setattr(blobs.os, "scandir", listed)
+    assert store.total_bytes() in (4, 4 + len(DATA))
