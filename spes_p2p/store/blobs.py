@@ -93,13 +93,18 @@ class BlobStore:
         rename_synced(partial, self.path(digest))
 
     def verify(self, digest: bytes) -> None:
-        """Hash a stored blob again. Raises `IntegrityError` with check `blob_digest` if it is missing or changed."""
+        """Hash a stored blob again.
+
+        Raises `IntegrityError` with check `blob_digest` if it is missing or changed, or the disk does not give it back.
+        """
         path = self.path(digest)
         try:
             with path.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").digest()
         except FileNotFoundError:
             raise IntegrityError("blob_digest", str(path), "the file is missing") from None
+        except OSError as error:
+            raise IntegrityError("blob_digest", str(path), f"it cannot be read: {error.strerror}") from None
         if found != digest:
             raise IntegrityError("blob_digest", str(path), f"its SHA-256 is {found.hex()}")
 

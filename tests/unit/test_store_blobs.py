@@ -1,6 +1,7 @@
 """Blobs by digest: complete or absent, resumed after a crash, refused when the bytes are others."""
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,19 @@ def test_a_flipped_bit_is_found(store: BlobStore) -> None:
     assert caught.value.check == "blob_digest"
     store.put(DATA)
     store.verify(DIGEST)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_blob_that_the_disk_does_not_give_back_is_a_damaged_one(
+    store: BlobStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def failing(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    store.put(DATA)
+    monkeypatch.setattr(blobs.hashlib, "file_digest", failing)
+    with pytest.raises(IntegrityError, match=os.strerror(number)):  # `spes repair` moves it aside and goes on
+        store.verify(DIGEST)
 
 
 def test_remove_takes_the_download_too(store: BlobStore) -> None:
