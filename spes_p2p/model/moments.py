@@ -3,8 +3,8 @@
 Block-wise 8-bit states are those of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022); the codes
 here are logarithmic instead of their dynamic tree, so that every value is off by the same few percent of itself and a
 moment without new gradients goes on falling from step to step rather than resting on a code: for betas of at most
-`BETA_MAX`, with which a step takes it more than half a code further. Of the second moment the square root is coded, which
-is what AdamW divides by, and never rounded to nothing: that division would blow up.
+`BETA_MAX`, with which a step takes it more than half a code further. Of the second moment the square root is coded,
+which is what AdamW divides by, and never rounded to nothing: that division would blow up.
 """
 
 from __future__ import annotations
