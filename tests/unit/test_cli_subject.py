@@ -151,5 +151,5 @@ def test_a_model_s_name_is_no_markup(spes: Spes, tmp_path: Path) -> None:
     one = known()
     step = dataclasses.replace(one.steps[0], name="[/tiny]\x1b[31m")
     measured.save(tmp_path / "home", dataclasses.replace(one, steps=(step,)))
-    shown = spes("bench", "--preset", "tiny", "--device", "cpu")
+    shown = spes("bench", "--preset", "tiny", "--device", "cpu", "--threads", 1)
     assert (shown.code, "[/tiny] [31m" in shown.out, "\x1b" in shown.out) == (0, True, False)
