@@ -597,4 +597,4 @@ class Agreement:
         for (number, kind), message in sorted(self._said.items()):
             if number in numbers and kind != Proposal.KIND:
                 messages.append(message)
-        return [Resend(tuple(messages))] if messages else []
+        return [Resend(tuple(messages))] if messages and not self.abstains else []

@@ -230,7 +230,8 @@ class Participant:
         if self._resend_at is not None and self._resend_at <= now:
             self._resend_at = now + self.manifest.rounds.vote_seconds
             mine = self.headers.get(self.me)
-            if mine is not None and not self.agreement.decided:
+            # Who says nothing more is no longer heard, so that the others can go on without it.
+            if mine is not None and not self.agreement.decided and not self.agreement.abstains:
                 outputs.append(Resend((mine,)))  # type: ignore[arg-type]
         return outputs + self._advance(now)
 

@@ -113,6 +113,7 @@ class Shell:
         self._round_tasks: set[asyncio.Task[None]] = set()
         self._refusals_logged: set[tuple[str, str]] = set()
         self._restored = False
+        self._is_mute = False
         self._silence = Silence(chain.db.path.with_name("silent"))
         self._timer_changed = asyncio.Event()
         self.phases = PhaseClock()
@@ -261,7 +262,8 @@ class Shell:
             case Say():
                 return self._say_vote(output.record, output.proof)
             case Resend():
-                for message in output.messages:
+                # Who cannot vote is not to be heard: the others could not go on without it (SPEC 5.12).
+                for message in output.messages if not (self._silence.holds or self._is_mute) else ():
                     self._outbox.send(self._everyone(), message.raw)
             case Fetch():
                 self._start(self._fetch(output.header))
@@ -326,9 +328,11 @@ class Shell:
                 self._chain.db.record_vote(place.epoch, place.round, vote.record.view, step, vote.raw)
             raw = self._chain.db.record_vote(place.epoch, place.round, record.view, record.KIND, signed.raw)
         except UserError as error:  # the disk is full, say: no vote without a record of it
+            self._is_mute = True
             self._log(str(error))
             self._start(self._say_later(record, proof))
             return []
+        self._is_mute = False
         if raw != signed.raw:
             signed = unseal(raw, Proposal, Prevote, Precommit)
         value: VerifiedSet | None = None
@@ -448,6 +452,7 @@ class Shell:
     def end_round(self) -> None:
         """Cancel what was under way for a round that is over, or is no longer one of this ledger."""
         self._refusals_logged.clear()
+        self._is_mute = False
         for task in list(self._round_tasks):
             task.cancel()
 

@@ -253,6 +253,19 @@ def test_owners_whose_blobs_nobody_can_get_are_dropped_though_they_repeat_their_
     assert commit.value.value.dropped == (3, 4)
 
 
+def test_who_says_nothing_more_does_not_hold_up_the_others_by_repeating_itself() -> None:
+    manifest, head = run_of(4)
+    room = Room(manifest, head, there=(0, 1))
+    room.contribute(0, 1)
+    room.run(20.0)
+    room.peers[peer_name(1)].agreement.abstains = True  # an old backup, say
+    assert room.of(1, Resend)
+    room.outputs[peer_name(1)].clear()
+    room.run(400.0)
+    assert not room.of(1, Resend)
+    assert room.commits[peer_name(0)].value.value.dropped == (1, 2, 3)
+
+
 def test_where_nobody_owns_anything_nobody_relents() -> None:
     manifest, head = run_of(4)
     peer = Participant(manifest, peer_name(0), head_with(manifest, []))
