@@ -1,5 +1,4 @@
-"""Peaks of cards against what their tensor cores do in a cycle: a figure with sparsity, or with fp16 accumulation, is
-twice too large."""
+"""Peaks of cards against what tensor cores do in a cycle: with sparsity, or fp16 sums, a figure is too large."""
 
 from __future__ import annotations
 
