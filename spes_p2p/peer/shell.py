@@ -113,7 +113,9 @@ class Shell:
         self._round_tasks: set[asyncio.Task[None]] = set()
         self._refusals_logged: set[tuple[str, str]] = set()
         self._restored = False
-        self._is_mute = False
+        self._stores = True
+        self._applies: bool | None = None
+        """In this round: whether the disk took the last vote, and whether applying a set has worked, if it was tried."""
         self._silence = Silence(chain.db.path.with_name("silent"))
         self._timer_changed = asyncio.Event()
         self.phases = PhaseClock()
@@ -262,8 +264,7 @@ class Shell:
             case Say():
                 return self._say_vote(output.record, output.proof)
             case Resend():
-                # Who cannot vote is not to be heard: the others could not go on without it (SPEC 5.12).
-                for message in output.messages if not (self._silence.holds or self._is_mute) else ():
+                for message in output.messages if self._can_vote else ():
                     self._outbox.send(self._everyone(), message.raw)
             case Fetch():
                 self._start(self._fetch(output.header))
@@ -300,6 +301,11 @@ class Shell:
                 self._log(output.reason)
         return []
 
+    @property
+    def _can_vote(self) -> bool:
+        """Who cannot help to close the round is not to be heard: the others could not go on without it (SPEC 5.12)."""
+        return self._stores and self._applies is not False and not self._silence.holds
+
     def _log_refusal(self, refused: Refused) -> None:
         """Once a round for a member and a check: its sender is told each time, and anybody can send such records."""
         key = (refused.peer, refused.check)
@@ -316,6 +322,9 @@ class Shell:
         """
         if self._silence.holds:
             return []
+        if self._applies is False:
+            self._start(self._say_later(record, proof))
+            return []
         place = record.value if isinstance(record, Proposal) else record
         value_id = digest(record.value) if isinstance(record, Proposal) else record.value
         known = self.participant.agreement.known_set(value_id) if value_id else None
@@ -328,11 +337,11 @@ class Shell:
                 self._chain.db.record_vote(place.epoch, place.round, vote.record.view, step, vote.raw)
             raw = self._chain.db.record_vote(place.epoch, place.round, record.view, record.KIND, signed.raw)
         except UserError as error:  # the disk is full, say: no vote without a record of it
-            self._is_mute = True
+            self._stores = False
             self._log(str(error))
             self._start(self._say_later(record, proof))
             return []
-        self._is_mute = False
+        self._stores = True
         if raw != signed.raw:
             signed = unseal(raw, Proposal, Prevote, Precommit)
         value: VerifiedSet | None = None
@@ -343,7 +352,7 @@ class Shell:
         return self.participant.on_said(signed, time.monotonic(), value)
 
     async def _say_later(self, record: Proposal | Prevote | Precommit, proof: tuple[Signed[Prevote], ...]) -> None:
-        """A vote that the disk did not take: the round may not be able to close without it."""
+        """A vote that could not be said yet: the round may not be able to close without it."""
         await asyncio.sleep(RETRY_SECONDS)
         if not self.participant.agreement.abstains:
             self._run(self._say_vote(record, proof))
@@ -381,9 +390,11 @@ class Shell:
                 with self.phases.during("apply"):
                     root = await self._worker.apply(head.round, head.step, contributions(head, value))
             except UserError as error:
+                self._applies = self._applies or False
                 self._log(str(error))
                 await asyncio.sleep(RETRY_SECONDS)
             else:
+                self._applies = True
                 self._events.applied(head.round, value.id, root, since)
                 self._run(self.participant.on_applied(value.id, root, time.monotonic()))
                 return
@@ -452,7 +463,7 @@ class Shell:
     def end_round(self) -> None:
         """Cancel what was under way for a round that is over, or is no longer one of this ledger."""
         self._refusals_logged.clear()
-        self._is_mute = False
+        self._stores, self._applies = True, None
         for task in list(self._round_tasks):
             task.cancel()
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.core.outputs import Resend, Say
+from spes_p2p.core.outputs import Apply, Resend, Say
+from spes_p2p.peer import shell
 from spes_p2p.peer.peer import Peer
 from spes_p2p.store.files import remove_synced
 from spes_protocols.errors import DiskFullError
@@ -95,9 +96,42 @@ def test_one_whose_disk_takes_no_vote(tmp_path: Path, log: RunLog, monkeypatch: 
     play(tmp_path, log, test)
 
 
+def test_one_that_cannot_apply_what_is_agreed_on(tmp_path: Path, log: RunLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "RETRY_SECONDS", 0.01)
+
+    async def test(peer: Peer, news: Callable[[], Awaitable[list[bytes]]]) -> None:
+        peer.shell._computes = True
+        peer.shell.restore()
+        mine, head = log.header(CARL), peer.chain.head
+        say = Say(Prevote(run_id=head.run_id, epoch=head.epoch, round=head.round, view=0, value=b"", degraded=False))
+        has_room, tried = False, asyncio.Event()
+
+        async def apply(*_: object) -> bytes:
+            tried.set()
+            if not has_room:
+                raise DiskFullError("disk full")
+            return bytes(32)
+
+        monkeypatch.setattr(peer.worker, "apply", apply)
+        peer.shell._run([Apply(log.proposed([mine]))])
+        await tried.wait()
+        await asyncio.sleep(0)
+        peer.shell._run([say])
+        repeat(peer, mine)
+        assert await news() == []
+        has_room = True
+        while peer.shell._round_tasks:  # the set is applied, and what was held back is said
+            await asyncio.gather(*peer.shell._round_tasks)
+        repeat(peer, mine)
+        said, repeated = await news()
+        assert repeated == mine.raw and said != mine.raw
+
+    play(tmp_path, log, test)
+
+
 def test_in_the_next_round_it_is_heard_again(tmp_path: Path, log: RunLog) -> None:
     async def test(peer: Peer, news: Callable[[], Awaitable[list[bytes]]]) -> None:
-        peer.shell._is_mute = True
+        peer.shell._stores, peer.shell._applies = False, False
         peer.shell.end_round()
         mine = log.header(CARL)
         repeat(peer, mine)
