@@ -32,7 +32,7 @@ from spes_p2p.delta.averaging import mean
 from spes_p2p.model.frozen import quantise
 from spes_p2p.model.loss import training_loss
 from spes_p2p.model.moe import Linear, MoE
-from spes_p2p.model.optim import clip_gradients, fill_missing_gradients, make_adamw
+from spes_p2p.model.optim import clip_gradients, make_adamw
 from spes_protocols.errors import UserError
 from spes_protocols.manifest import Loss, Model, Optimizer
 
@@ -89,7 +89,6 @@ def gradients(engine: Engine, device: torch.device, dtype: torch.dtype) -> torch
     training_loss(moe, tokens[:, :-1], tokens[:, 1:], Loss()).total.backward()
     assert all(parameter.grad is None for parameter in moe.parameters() if not parameter.requires_grad)
     trained = list(moe.trainable().values())
-    fill_missing_gradients(trained)
     return torch.cat([parameter.grad.flatten().float().cpu() for parameter in trained])
 
 
@@ -155,7 +154,6 @@ def speed(
         for part in tokens.split(engine.micro_batch or sequences):
             training_loss(moe, part[:, :-1], part[:, 1:], Loss()).total.backward()
         trained = list(moe.trainable().values())
-        fill_missing_gradients(trained)
         clip_gradients(trained, 1.0)
         adamw.step()
         adamw.zero_grad(set_to_none=True)

@@ -116,7 +116,7 @@ def measure(name: str, engine: Engine, device: Device) -> Row:
     import torch
 
     from spes_p2p.model.moe import MoE
-    from spes_p2p.model.optim import fill_missing_gradients, make_adamw
+    from spes_p2p.model.optim import make_adamw
 
     model = MODELS[name]
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -126,7 +126,6 @@ def measure(name: str, engine: Engine, device: Device) -> Row:
     moe.load(_Drawn(model))
     adamw = make_adamw(moe, Optimizer(lr=1e-3, warmup_steps=0, total_steps=10), {})
     saved = _step(moe, model, device)
-    fill_missing_gradients(moe.trainable().values())
     adamw.step()
     gc.collect()
     after = _held(device)

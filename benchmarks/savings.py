@@ -23,7 +23,7 @@ from spes_p2p.data.corpus import read_sotu
 from spes_p2p.delta.genesis import genesis_tensors
 from spes_p2p.model.loss import training_loss
 from spes_p2p.model.moe import MoE
-from spes_p2p.model.optim import clip_gradients, fill_missing_gradients, learning_rate, make_adamw
+from spes_p2p.model.optim import clip_gradients, learning_rate, make_adamw
 from spes_protocols.manifest import Loss, Model, Optimizer
 
 GROUPS, OWNED, BATCH, LAST = 4, (0,), 8, 50
@@ -63,7 +63,6 @@ def bits_per_byte(engine: Engine, text: np.ndarray, steps: int, seed: int) -> fl
         batch = torch.from_numpy(np.stack([text[start : start + length] for start in starts]).astype(np.int64))
         losses_of_batch = training_loss(moe, batch[:, :-1], batch[:, 1:], Loss())
         losses_of_batch.total.backward()
-        fill_missing_gradients(parameters)
         clip_gradients(parameters, config.grad_clip)
         adamw.step()
         adamw.zero_grad(set_to_none=True)

@@ -34,15 +34,20 @@ def fit(manifest: Manifest, options: PeerOptions, say: Callable[[str], None]) ->
     if device == "cuda" and machine.card is None:
         return options  # its driver does not say what it has: the trainer will find out
     wish = replace(options.trainer.engine, groups=options.groups)
-    choice = _choice(subject, machine, device, wish)
-    for line in _lines(subject, machine, device, wish, choice):
+    devices = options.trainer.devices
+    if device == "cuda" and 1 < devices > len(machine.cards):
+        raise UserError(
+            f"{devices} GPUs were asked for, and {len(machine.cards)} are usable here: use fewer with --gpus"
+        )
+    choice = _choice(subject, machine, device, devices, wish)
+    for line in _lines(subject, machine, device, devices, wish, choice):
         say(line)
     known = measured.load(options.home)
     peak_flops = 0.0
     if known is not None and (known.rates.device == device):
         if device == "cuda" or known.rates.threads == options.trainer.threads:
             peak_flops = known.rates.matmul_flops
-        line = _seconds_line(subject, known, choice)
+        line = _seconds_line(subject, known, choice) if devices == 1 else ""  # one device was measured
         if line:
             say(line)
     chosen = Wish(groups=wish.groups, **vars(choice.engine))
@@ -55,36 +60,39 @@ def _owned_max(subject: Subject) -> int:
     return min(subject.ownership.per_peer_max, subject.groups)
 
 
-def _choice(subject: Subject, machine: Machine, device: Device, wish: Wish) -> Choice:
+def _choice(subject: Subject, machine: Machine, device: Device, devices: int, wish: Wish) -> Choice:
     """What fits beside the rest of the peer; on a CPU, if no group does, what fits without the processes' allowance."""
 
     def beside(owned: int) -> int:
-        return plan.host_bytes(subject.model, subject.groups, owned, device=device) if device == "cpu" else 0
+        if device != "cpu":
+            return 0
+        return plan.host_bytes(subject.model, subject.groups, owned, device=device, devices=devices) // devices
 
     def within(bytes_free: int) -> Choice:
         return choose(
-            subject.model, subject.groups, wish, device=device, device_bytes=bytes_free, beside=beside,
-            owned_max=_owned_max(subject), sequences=max(phase.batch_sequences for phase in subject.phases),
+            subject.model, subject.groups, wish, device=device, devices=devices, device_bytes=bytes_free,
+            beside=beside, owned_max=_owned_max(subject),
+            sequences=max(phase.batch_sequences for phase in subject.phases),
         )  # fmt: skip
 
-    free = machine.device_bytes(device)
+    free = machine.device_bytes(device, devices)
     choice = within(free)
     if device != "cpu" or (choice.fits and choice.owned):
         return choice
-    tight = within(free + plan.PROCESS_BYTES["cpu"] + plan.PEER_PROCESSES_BYTES)
+    tight = within(free + plan.PROCESS_BYTES["cpu"] + plan.PEER_PROCESSES_BYTES // devices)
     return tight if tight.fits and (tight.owned or not choice.fits) else choice
 
 
-def _lines(subject: Subject, machine: Machine, device: Device, wish: Wish, choice: Choice) -> list[str]:
+def _lines(subject: Subject, machine: Machine, device: Device, devices: int, wish: Wish, choice: Choice) -> list[str]:
     """What was chosen and why. Raises `UserError` where nothing fits and nothing was asked for."""
-    place = _place(machine, device)
-    ways = _ways(subject, device, choice)
-    needs = f"needs {memory_text(choice.memory.total)}"
-    own = plan.host_bytes(subject.model, subject.groups, choice.owned, device=device)
+    place = _place(machine, device, devices)
+    ways = _ways(subject, device, devices, choice)
+    needs = f"needs {memory_text(choice.memory.total)}{' on each' if devices > 1 else ''}"
+    own = plan.host_bytes(subject.model, subject.groups, choice.owned, device=device, devices=devices)
     needs += f", beside {memory_text(own)} for the rest of the peer"
     if choice.fits:
         lines = [f"{place}: {ways}; {needs}"]
-        host = own + (choice.memory.total if device == "cpu" else 0)
+        host = own + (devices * choice.memory.total if device == "cpu" else 0)
         if host > machine.host_free_bytes:
             free = memory_text(machine.host_free_bytes)
             lines.append(f"memory is tight: all of the peer needs about {memory_text(host)}, and {free} are free")
@@ -94,20 +102,22 @@ def _lines(subject: Subject, machine: Machine, device: Device, wish: Wish, choic
             f"this run does not fit into this machine. {place}, and the least there is, {ways}, {needs}. "
             f"Join on a machine with more, or try it all the same with flags of your own, such as --groups 0"
         )
-    other = _choice(subject, machine, device, Wish(compile=wish.compile, grouped=wish.grouped))
-    would = f"this would fit: {_ways(subject, device, other)}" if other.fits else "nothing would fit"
+    other = _choice(subject, machine, device, devices, Wish(compile=wish.compile, grouped=wish.grouped))
+    would = f"this would fit: {_ways(subject, device, devices, other)}" if other.fits else "nothing would fit"
     return [f"{place}: what you asked for {needs}, and may run out of memory ({ways}); {would}"]
 
 
-def _place(machine: Machine, device: Device) -> str:
+def _place(machine: Machine, device: Device, devices: int) -> str:
     if device == "cuda" and machine.card is not None:
-        total, free = memory_text(machine.card.total_bytes), memory_text(machine.card.free_bytes)
-        return f"{ui.one_line(machine.card.name)}, {free} of {total} free"
-    return f"CPU, {memory_text(machine.host_free_bytes)} of memory free"
+        total, free = memory_text(machine.card.total_bytes), memory_text(machine.device_bytes(device, devices))
+        many = f"{devices} x " if devices > 1 else ""
+        return f"{many}{ui.one_line(machine.card.name)}, {free} of {total} free{' on each' if devices > 1 else ''}"
+    many = f" in {devices} processes" if devices > 1 else ""
+    return f"CPU{many}, {memory_text(machine.host_free_bytes)} of memory free"
 
 
-def _ways(subject: Subject, device: Device, choice: Choice) -> str:
-    sequences = max(phase.batch_sequences for phase in subject.phases)
+def _ways(subject: Subject, device: Device, devices: int, choice: Choice) -> str:
+    sequences = -(-max(phase.batch_sequences for phase in subject.phases) // devices)
     groups = f"{choice.owned} group{'' if choice.owned == 1 else 's'}" if choice.owned else "no group, as a standby"
     return ", ".join([groups, *in_words(choice.engine, device, sequences)])
 

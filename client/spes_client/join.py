@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from spes_client.machine import GPUS_MAX
 from spes_client.ui import EXIT_CODES, Parser, dir_flag, flag, home, one_of, run_program, whole_number
 from spes_p2p.core.engine import FROZEN, GRADIENTS, MOMENTS
 
@@ -74,6 +75,13 @@ def _machine_flags(parser: Parser) -> None:
         type=one_of("auto", "cpu", "cuda"),
         default="auto",
         help="where to train: auto (a GPU if there is one), cpu or cuda",
+    )
+    flag(
+        parser,
+        "--gpus",
+        type=whole_number(1, GPUS_MAX),
+        metavar="N",
+        help="GPUs of this machine to train on together, as one peer (default 1; with --device cpu: processes)",
     )
     flag(
         parser,
@@ -146,6 +154,7 @@ def options_of(args: argparse.Namespace) -> PeerOptions:
 
     trainer = TrainerOptions(
         threads=int(args.threads),
+        devices=int(args.gpus or 1),
         device=args.device,
         engine=Wish(
             groups=None if args.groups is None else int(args.groups),

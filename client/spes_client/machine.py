@@ -11,6 +11,9 @@ from pathlib import Path
 
 from spes_p2p.core.plan import GIB, Device
 
+GPUS_MAX = 64
+"""Of one machine."""
+
 _NVIDIA_SMI_SECONDS = 10.0
 _MEBIBYTE = 1024**2
 
@@ -38,22 +41,25 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Memory and disk in bytes; `card` is the first that CUDA would use, None without one."""
+    """Memory and disk in bytes; `card` is the first that CUDA would use, None without one, `cards` are all of them."""
 
     card: Card | None
     host_total_bytes: int
     host_free_bytes: int
     disk_free_bytes: int
     cores: int
+    cards: tuple[Card, ...] = ()
 
     @property
     def device(self) -> Device:
         """Where a trainer works by itself."""
         return "cpu" if self.card is None else "cuda"
 
-    def device_bytes(self, device: Device) -> int:
-        """What a trainer may fill there."""
-        return self.card.free_bytes if device == "cuda" and self.card is not None else self.host_free_bytes
+    def device_bytes(self, device: Device, devices: int = 1) -> int:
+        """What a trainer may fill there, or on each of the first `devices`: what the fullest of them has left."""
+        if device == "cuda" and self.card is not None:
+            return min(card.free_bytes for card in (self.cards or (self.card,))[:devices])
+        return self.host_free_bytes // devices
 
 
 def memory_text(count: float) -> str:
@@ -64,8 +70,10 @@ def memory_text(count: float) -> str:
 def look(directory: Path) -> Machine:
     """This machine now; free disk is that of `directory`, or of the nearest parent that exists."""
     total, free = _host_memory()
+    cards = find_cards()
     return Machine(
-        card=find_card(),
+        card=cards[0] if cards else None,
+        cards=cards,
         host_total_bytes=total,
         host_free_bytes=free,
         disk_free_bytes=shutil.disk_usage(_existing(directory)).free,
@@ -76,31 +84,39 @@ def look(directory: Path) -> Machine:
 def device_asked(wanted: str) -> Device | None:
     """The device that a `--device` flag means; None where `auto` finds no card here, though torch might know one."""
     if wanted == "auto":
-        return "cuda" if find_card() is not None else None
+        return "cuda" if find_cards() else None
     return "cuda" if wanted == "cuda" else "cpu"
 
 
-def find_card() -> Card | None:
-    """The first card that CUDA would use, by `nvidia-smi`; None where there is none, or none that answers."""
+def find_cards() -> tuple[Card, ...]:
+    """The cards that CUDA would use, in its order, by `nvidia-smi`; none where there is none, or none that answers."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    wanted = visible.split(",")[0].strip() if visible is not None else "0"
+    wanted = [] if visible is None else [word.strip() for word in visible.split(",")]
     program = shutil.which("nvidia-smi")
-    if program is None or wanted in ("", "-1"):
-        return None
-    command = [program, "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits", "-i", wanted]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return parse_card(done.stdout) if done.returncode == 0 else None
+    if program is None or wanted[:1] in ([""], ["-1"]):
+        return ()
+    command = [program, "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    found: list[Card] = []
+    for chosen in [["-i", word] for word in wanted] or [[]]:  # one by one, for nvidia-smi keeps an order of its own
+        try:
+            done = subprocess.run(
+                command + chosen, capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            break
+        cards = [parse_card(line) for line in done.stdout.splitlines()] if done.returncode == 0 else []
+        found += [card for card in cards if card is not None]
+        if not cards or None in cards:
+            break  # nor does CUDA use what comes after a number that means no card
+    return tuple(found)
 
 
-def parse_card(text: str) -> Card | None:
-    """The card in the first line of `nvidia-smi`'s answer (name, MiB in all, MiB free); None if that is no such line.
+def parse_card(line: str) -> Card | None:
+    """The card in a line of `nvidia-smi`'s answer (name, MiB in all, MiB free); None if that is no such line.
 
     A card whose memory is shared with the host says `[N/A]`.
     """
-    fields = [field.strip() for field in (text.splitlines() or [""])[0].rsplit(",", 2)]
+    fields = [field.strip() for field in line.rsplit(",", 2)]
     try:
         name, total, free = fields[0], int(fields[1]), int(fields[2])
     except (IndexError, ValueError):

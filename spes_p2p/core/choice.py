@@ -16,9 +16,11 @@ from spes_protocols.manifest import Model
 MICRO_BATCH_TOKENS = 4096
 """With fewer tokens at once than this a GPU's experts get too few rows each to keep it busy."""
 
-_COSTS = {"int8 frozen": 0.15, "recompute": 0.33, "few tokens": 0.2, "int8 moments": 0.6, "bf16 gradients": 0.8}
-"""What each saving is taken to cost, to compare them. The first two are shares of a step's time: dequantising, and the
-forward pass again, which is a third of the step. The last two cost precision of what is trained, so they come last."""
+_SECONDS = {"int8 frozen": 0.15, "recompute": 0.33, "few tokens": 0.2}
+"""What a saving is taken to add to a step's time: dequantising, the forward pass again, experts with few rows each."""
+
+_PRECISION = {"int8 moments": 0.6, "bf16 gradients": 0.8}
+"""What it is taken to cost of the precision of what is trained, in no unit; time is always given up first."""
 
 _CPU_BF16 = 0.05
 """A CPU widens frozen experts that are kept in bf16 each time it uses them."""
@@ -54,11 +56,13 @@ class Choice:
     fits: bool
 
 
-def combinations(device: Device, wish: Wish = Wish()) -> list[Engine]:
+def combinations(device: Device, wish: Wish = Wish(), devices: int = 1) -> list[Engine]:
     """Every combination of options that a device has and a wish allows, without a micro-batch, the cheapest first.
 
-    A GPU computes in bf16, so frozen experts in fp32 would only take more memory there.
+    A GPU computes in bf16, so frozen experts in fp32 would only take more memory there. Several `devices` sum their
+    gradients in fp32.
     """
+    gradients: Sequence[Gradients] = GRADIENTS if devices == 1 else ("fp32",)
     frozen: Sequence[Frozen] = [form for form in FROZEN if device == "cpu" or form != "fp32"]
     if wish.grouped:
         frozen = [form for form in frozen if form != "int8"]
@@ -67,20 +71,20 @@ def combinations(device: Device, wish: Wish = Wish()) -> list[Engine]:
         for f, m, g, r in itertools.product(
             [wish.frozen] if wish.frozen else frozen,
             [wish.moments] if wish.moments else MOMENTS,
-            [wish.gradients] if wish.gradients else GRADIENTS,
+            [wish.gradients] if wish.gradients else gradients,
             [False, True] if wish.recompute is None else [wish.recompute],
         )
     ]
     return sorted(found, key=lambda engine: cost(engine, device))
 
 
-def cost(engine: Engine, device: Device) -> float:
-    """What an engine's savings are taken to cost together; see `_COSTS`."""
-    total = _COSTS["int8 frozen"] if engine.frozen == "int8" else 0.0
-    total += _CPU_BF16 if engine.frozen == "bf16" and device == "cpu" else 0.0
-    total += _COSTS["recompute"] if engine.recompute else 0.0
-    total += _COSTS["int8 moments"] if engine.moments == "int8" else 0.0
-    return total + (_COSTS["bf16 gradients"] if engine.gradients == "bf16" else 0.0)
+def cost(engine: Engine, device: Device) -> tuple[float, float]:
+    """(precision, share of a step's time) that an engine's savings are taken to cost, in the order they compare in."""
+    precision = _PRECISION["int8 moments"] if engine.moments == "int8" else 0.0
+    precision += _PRECISION["bf16 gradients"] if engine.gradients == "bf16" else 0.0
+    seconds = _SECONDS["int8 frozen"] if engine.frozen == "int8" else 0.0
+    seconds += _CPU_BF16 if engine.frozen == "bf16" and device == "cpu" else 0.0
+    return precision, seconds + (_SECONDS["recompute"] if engine.recompute else 0.0)
 
 
 def choose(
@@ -93,9 +97,10 @@ def choose(
     owned_max: int,
     sequences: int,
     sequence_length: int = 0,
+    devices: int = 1,
     beside: Callable[[int], int] = lambda owned: 0,
 ) -> Choice:
-    """The most groups, and for them the cheapest engine, within `device_bytes`; else the smallest there is.
+    """The most groups, and for them the cheapest engine, within `device_bytes` of each device; else the smallest.
 
     `beside` says how much of that something else takes for so many owned groups: on a CPU, the rest of the peer.
     `sequences` is a step's batch, `owned_max` what the run lets one peer own. `Choice.fits` is False where nothing
@@ -104,10 +109,11 @@ def choose(
     owned = [min(wish.groups, owned_max)] if wish.groups is not None else list(range(owned_max, -1, -1))
     least: Choice | None = None
     for count in owned:
-        for engine in _in_order(model, wish, device, sequences, sequence_length or model.sequence_length):
+        for engine in _in_order(wish, device, devices, sequences, sequence_length or model.sequence_length):
             memory = device_memory(
-                model, groups, count, engine, sequences=sequences, device=device, sequence_length=sequence_length
-            )
+                model, groups, count, engine,
+                sequences=sequences, device=device, sequence_length=sequence_length, devices=devices,
+            )  # fmt: skip
             fits = memory.total + beside(count) <= device_bytes
             choice = Choice(owned=count, engine=engine, memory=memory, fits=fits)
             if fits:
@@ -119,18 +125,20 @@ def choose(
     return least
 
 
-def _in_order(model: Model, wish: Wish, device: Device, sequences: int, length: int) -> Iterator[Engine]:
-    """Engines with their micro-batches, the cheapest first; of equal ones the larger micro-batch."""
+def _in_order(wish: Wish, device: Device, devices: int, batch: int, length: int) -> Iterator[Engine]:
+    """Engines with their micro-batches of a device's share, the cheapest first; of equal ones the larger ones."""
+    sequences = -(-batch // devices)
     sizes = [min(wish.micro_batch, sequences)] if wish.micro_batch else _halves(sequences)
 
-    def price(engine: Engine) -> tuple[float, int]:
+    def price(engine: Engine) -> tuple[float, float, int]:
         size = engine.micro_batch or sequences
-        few = _COSTS["few tokens"] if size < sequences and size * length < MICRO_BATCH_TOKENS else 0.0
-        return cost(engine, device) + few, -size
+        precision, seconds = cost(engine, device)
+        few = _SECONDS["few tokens"] if size < sequences and size * length < MICRO_BATCH_TOKENS else 0.0
+        return precision, seconds + few, -size
 
     found = [
         replace(engine, micro_batch=None if size == sequences and not wish.micro_batch else size)
-        for engine in combinations(device, wish)
+        for engine in combinations(device, wish, devices)
         for size in sizes
     ]
     yield from sorted(found, key=price)

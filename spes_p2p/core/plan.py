@@ -117,6 +117,8 @@ class DeviceMemory:
     activations: int
     logits: int
     workspace: int
+    gathered: int = 0
+    """Where a model lies in parts on several devices: what of the others' parts is here while it is used."""
 
     @property
     def weights(self) -> int:
@@ -131,31 +133,65 @@ class DeviceMemory:
     @property
     def total(self) -> int:
         """Everything at the fullest moment of a step."""
-        return self.state + self.activations + self.logits + self.workspace
+        return self.state + self.activations + self.logits + self.workspace + self.gathered
 
 
 def device_memory(
-    model: Model, groups: int, owned: int, engine: Engine, *, sequences: int, device: Device, sequence_length: int = 0
+    model: Model,
+    groups: int,
+    owned: int,
+    engine: Engine,
+    *,
+    sequences: int,
+    device: Device,
+    sequence_length: int = 0,
+    devices: int = 1,
 ) -> DeviceMemory:
-    """What a step takes on the device with `owned` of `groups` groups.
+    """What a step takes on the device, or on each of `devices`, with `owned` of `groups` groups.
 
-    `sequences` is a step's whole batch, of which `engine.micro_batch` go through at once; `sequence_length` 0 is the
-    model's. Weights, gradients and moments are exact; activations are upper bounds for balanced routing; the workspace
-    is an allowance.
+    `sequences` is a step's whole batch, of which a device takes its share, `engine.micro_batch` at once;
+    `sequence_length` 0 is the model's. Weights, gradients and moments are exact, on several devices but for rows that
+    do not divide; activations are upper bounds for balanced routing; the workspace is an allowance.
     """
     parts = cut(model, groups, owned)
-    at_once = min(sequences, engine.micro_batch or sequences)
+    share = -(-sequences // devices)
+    at_once = min(share, engine.micro_batch or share)
     length = sequence_length or model.sequence_length
+
+    def part(count: int) -> int:
+        return -(-count // devices)
+
     return DeviceMemory(
-        shared=parts.shared.kept("fp32"),
-        owned=parts.owned.kept("fp32"),
-        frozen=parts.frozen.kept(engine.frozen),
-        gradients=parts.trained * (BF16 if engine.gradients == "bf16" else FP32),
-        moments=2 * (parts.shared.kept(engine.moments) + parts.owned.kept(engine.moments)),
+        shared=part(parts.shared.kept("fp32")),
+        owned=part(parts.owned.kept("fp32")),
+        frozen=part(parts.frozen.kept(engine.frozen)),
+        gradients=part(parts.trained * (BF16 if engine.gradients == "bf16" else FP32)),
+        moments=part(2 * (parts.shared.kept(engine.moments) + parts.owned.kept(engine.moments))),
+        gathered=gathered_bytes(model, groups, owned, engine) if devices > 1 else 0,
         activations=activation_bytes(model, engine, tokens=at_once * length, device=device),
         logits=logits_bytes(model, tokens=at_once * length, device=device),
         workspace=workspace_bytes(model, engine, tokens=at_once * length, device=device),
     )
+
+
+def gathered_bytes(model: Model, groups: int, owned: int, engine: Engine) -> int:
+    """What a device has of a model in parts beside its own part, at the fullest moment (`model/sharding.py`).
+
+    The output layer and the last norm for a whole pass, with their gradients; of the layers and the embedding the one
+    at work and the next, which is fetched meanwhile, and gradients of one as they are and as they are sent.
+    """
+    weights: dict[str, int] = {}
+    gradients: dict[str, int] = {}
+    for spec in tensor_specs(model, groups):
+        words = spec.name.split(".")
+        unit = ".".join(words[:3]) if words[1] == "layers" else "embedding" if words[1] == "embed_tokens" else "rest"
+        group = None if spec.section == SHARED else section_group(spec.section)
+        trained = group is None or group < owned
+        kept = FP32 if trained or engine.frozen == "fp32" else BF16 if engine.frozen == "bf16" else 1
+        weights[unit] = weights.get(unit, 0) + kept * spec.size
+        gradients[unit] = gradients.get(unit, 0) + (FP32 * spec.size if trained else 0)
+    rest = weights.pop("rest") + gradients.pop("rest")
+    return rest + 2 * max(weights.values()) + 2 * max(gradients.values())
 
 
 def compute_bytes(device: Device) -> int:
@@ -294,7 +330,7 @@ def disk(model: Model, files: Files, *, peers: int, groups: int, owned: int) -> 
     )
 
 
-def host_bytes(model: Model, groups: int, owned: int, *, device: Device) -> int:
+def host_bytes(model: Model, groups: int, owned: int, *, device: Device, devices: int = 1) -> int:
     """Memory of all the peer's processes in the host, without what a CPU trains on (`device_memory`).
 
     The trainer holds each trained parameter's residual, and once more as it is if the contribution counts; while a
@@ -304,7 +340,7 @@ def host_bytes(model: Model, groups: int, owned: int, *, device: Device) -> int:
     parts = cut(model, groups, owned)
     section = max(parts.shared.parameters, (parts.parameters - parts.shared.parameters) // groups if owned else 0)
     gates = model.num_experts * model.hidden_size * model.intermediate_size
-    trainer = PROCESS_BYTES[device] + FP32 * (2 * parts.trained + 2 * section)
+    trainer = devices * PROCESS_BYTES[device] + FP32 * (2 * parts.trained + 2 * section)
     return trainer + PEER_PROCESSES_BYTES + 2 * FP32 * parts.largest + gates
 
 

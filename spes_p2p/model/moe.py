@@ -20,7 +20,7 @@ Shape suffixes:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -31,9 +31,13 @@ from torch.utils.checkpoint import checkpoint
 from spes_p2p.core.engine import Engine
 from spes_p2p.core.tensors import tensor_specs
 from spes_p2p.model.frozen import dequantise, grouped_linear, linear, quantise
+from spes_p2p.model.sharding import is_part, local, rows_of, shard
 from spes_protocols.errors import UserError
 from spes_protocols.manifest import Model
 from spes_protocols.messages import section_group
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Routing(NamedTuple):
@@ -83,11 +87,11 @@ class Linear(nn.Module):
     def load(self, values: Tensor) -> None:
         """Copy fp32 values in, in the form that is kept."""
         if self.scales is None:
-            self.weight.copy_(values)
+            local(self.weight).copy_(rows_of(values, self.weight))
             return
         codes, scales = quantise(values.to(self.weight.device))
-        self.weight.copy_(codes)
-        self.scales.copy_(scales)
+        local(self.weight).copy_(rows_of(codes, self.weight))
+        self.scales.copy_(scales)  # whole in every process: a block may lie across two parts
 
 
 class Embedding(nn.Module):
@@ -175,6 +179,11 @@ class Expert(nn.Module):
         self.down_proj = Linear(hidden, width)
         self.activation = swiglu
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is among the owned ones."""
+        return self.gate_proj.weight.requires_grad
+
     def forward(self, x_RD: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.gate_proj(x_RD), self.up_proj(x_RD)))  # type: ignore[no-any-return]
 
@@ -226,15 +235,20 @@ class SparseMLP(nn.Module):
         return y_TD, Routing(logits_TE, probs_TE, counts_E)
 
     def _experts_of(self, rows_RD: Tensor, counts_E: Tensor) -> list[Tensor]:
-        """What the experts make of their rows, in the rows' order; an expert without rows gives nothing."""
+        """What the experts make of their rows, in the rows' order; a frozen expert without rows is left out.
+
+        A trained one takes part even so: its gradient is then zero, and AdamW goes on forgetting.
+        """
         stacks, counts = self.stacks, counts_E.tolist()
         if stacks is None:
             return [
-                expert(rows) for expert, rows in zip(self.experts, rows_RD.split(counts), strict=True) if rows.shape[0]
+                expert(rows)
+                for expert, rows in zip(self.experts, rows_RD.split(counts), strict=True)
+                if rows.shape[0] or expert.is_trained
             ]
         theirs = [counts[e] for e in stacks.owned]
         first_RD, *others = rows_RD.split([rows_RD.shape[0] - sum(theirs), *theirs])
-        outputs = [self.experts[e](rows) for e, rows in zip(stacks.owned, others, strict=True) if rows.shape[0]]
+        outputs = [self.experts[e](rows) for e, rows in zip(stacks.owned, others, strict=True)]
         if not first_RD.shape[0]:
             return outputs
         ends_G = counts_E[stacks.frozen_G].cumsum(0).to(torch.int32)
@@ -247,7 +261,7 @@ class SparseMLP(nn.Module):
 
         Owned experts stay by themselves: their gradient's product would need every expert's rows padded to 16 bytes.
         """
-        owned = [e for e, expert in enumerate(self.experts) if next(expert.parameters()).requires_grad]
+        owned = [e for e, expert in enumerate(self.experts) if expert.is_trained]
         frozen = [e for e in range(len(self.experts)) if e not in owned]
         if self.stacks is not None and self.stacks.owned == owned:
             return
@@ -334,9 +348,11 @@ class MoE(nn.Module):
         *,
         device: torch.device | str = "cpu",
         engine: Engine | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         """`owned` are the expert groups to train; without `engine` frozen experts lie in the compute dtype.
 
+        With `mesh` this process holds a part of each parameter (`model.sharding`), and what is owned stays as it is.
         Raises `UserError` for a grouped engine where this model and dtype cannot be grouped.
         """
         super().__init__()
@@ -353,16 +369,21 @@ class MoE(nn.Module):
             self.lm_head = Linear(model.hidden_size, model.vocab_size)
         assert {name for name, _ in self.named_parameters()} == self.sections.keys()
         self._choose_forms(owned)
-        self.to_empty(device=device)
-        self.own(owned)
         if self.engine.compile:
             compile_layers(self)
+        if mesh is not None:
+            shard(self, [self.model.embed_tokens, *self.model.layers], mesh, method="hidden")
+        self.to_empty(device=device)
+        if mesh is None:
+            self.own(owned)  # once more, for parameters that are new objects now
 
     def own(self, owned: Collection[int]) -> None:
         """Make the experts of these groups trainable (fp32) and freeze the others (in the engine's form).
 
-        A newly owned expert keeps the values it had while frozen: `load` the state afterwards.
+        A newly owned expert keeps the values it had while frozen: `load` the state afterwards. A model in parts stays
+        as it was made.
         """
+        assert not is_part(self.lm_head.weight), "the forms of a model in parts are fixed"
         self._choose_forms(owned)
         for module in self.modules():
             if self.engine.grouped and isinstance(module, SparseMLP):
@@ -407,7 +428,7 @@ class MoE(nn.Module):
                     if isinstance(module, Linear):
                         module.load(torch.from_numpy(values))
                     else:
-                        parameter.copy_(torch.from_numpy(values))
+                        local(parameter).copy_(rows_of(torch.from_numpy(values), parameter))
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The shared parameters and those of the owned groups, by name."""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_step
 
 from spes_p2p.core.engine import BLOCK
-from spes_p2p.model.frozen import gradient_dtype
 from spes_p2p.model.moe import MoE
 from spes_p2p.model.moments import (
     INT8_ELEMENTS_MIN,
@@ -27,6 +26,7 @@ from spes_p2p.model.moments import (
     quantise_square,
     wide,
 )
+from spes_p2p.model.sharding import is_part, local, rows_of, summed
 from spes_protocols.manifest import Optimizer
 
 SLICE_ELEMENTS = 2**22
@@ -66,8 +66,9 @@ class NarrowAdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-            state |= empty_moments(parameter, narrow=self._narrow_moments)
-        weights, gradients = parameter.view(-1), parameter.grad.view(-1)  # type: ignore[union-attr]
+            narrow = self._narrow_moments and can_be_narrow(parameter)
+            state |= empty_moments(local(parameter), narrow=narrow)
+        weights, gradients = (local(tensor).view(-1) for tensor in (parameter, parameter.grad))  # type: ignore[arg-type]
         for start in range(0, weights.numel(), SLICE_ELEMENTS):
             part = slice(start, start + SLICE_ELEMENTS)
             mean, square = (_part(state[name], part) for name in ("exp_avg", "exp_avg_sq"))
@@ -95,10 +96,16 @@ def _part(moment: Tensor | Quantised, part: slice) -> Tensor | Quantised:
     return Quantised(codes=moment.codes.view(-1)[part], scales=moment.scales[blocks])
 
 
-def empty_moments(parameter: Tensor, *, narrow: bool) -> dict[str, Tensor | Quantised]:
-    """AdamW's moments before the first step, by torch's names, in 8 bits if `narrow` and the tensor is not small."""
-    zeros = torch.zeros_like(parameter, dtype=torch.float32)
-    if not narrow or parameter.numel() < INT8_ELEMENTS_MIN:
+def can_be_narrow(parameter: Tensor) -> bool:
+    """Whether a parameter's moments can be 8-bit: not those of small tensors, nor where parts would cut a block."""
+    aligned = not is_part(parameter) or math.prod(parameter.shape[1:]) % BLOCK == 0
+    return aligned and parameter.numel() >= INT8_ELEMENTS_MIN
+
+
+def empty_moments(values: Tensor, *, narrow: bool) -> dict[str, Tensor | Quantised]:
+    """AdamW's moments before the first step, by torch's names, in 8 bits if `narrow`."""
+    zeros = torch.zeros_like(values, dtype=torch.float32)
+    if not narrow:
         return {"exp_avg": zeros, "exp_avg_sq": torch.zeros_like(zeros)}
     return {"exp_avg": quantise_mean(zeros), "exp_avg_sq": quantise_square(zeros)}
 
@@ -107,7 +114,8 @@ def make_adamw(model: MoE, config: Optimizer, moments: Mapping[str, Moments]) ->
     """AdamW over the trainable parameters, going on from `moments` where there are any, in whatever form they come.
 
     Weight decay touches every trainable parameter, norms and embeddings too, as in the paper, and no frozen one. The
-    model's engine says what form moments and gradients have.
+    model's engine says what form moments and gradients have. Of a model in parts, moments are those of this process's
+    parts (`moments_of`, `part_of`), and the optimiser is the one that steps through slices, which are plain tensors.
     """
     trainable = model.trainable()
     engine = model.engine
@@ -118,14 +126,14 @@ def make_adamw(model: MoE, config: Optimizer, moments: Mapping[str, Moments]) ->
         "weight_decay": config.weight_decay,
     }
     adamw: torch.optim.Optimizer
-    if engine.moments == "fp32" and engine.gradients == "fp32":
+    if engine.moments == "fp32" and engine.gradients == "fp32" and not any(map(is_part, trainable.values())):
         adamw = torch.optim.AdamW(trainable.values(), fused=True, **options)
     else:
         adamw = NarrowAdamW(trainable.values(), narrow_moments=engine.moments == "int8", **options)
     for name, parameter in trainable.items():
         if name in moments:
             fused = isinstance(adamw, torch.optim.AdamW)
-            narrow = engine.moments == "int8" and parameter.numel() >= INT8_ELEMENTS_MIN
+            narrow = engine.moments == "int8" and can_be_narrow(parameter)
             adamw.state[parameter] = _state(moments[name], parameter.device, narrow=narrow, step_on_device=fused)
     return adamw
 
@@ -161,21 +169,31 @@ def moments_of(model: MoE, adamw: torch.optim.Optimizer) -> dict[str, Moments]:
     return result
 
 
-def fill_missing_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Zeros for parameters without gradient: an owned expert that no token chose must not be skipped by AdamW."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
+def part_of(whole: Moments, parameter: Tensor) -> Moments:
+    """This process's part of a parameter's moments; in fp32 where the parts would cut a block of 8-bit values."""
+    if not is_part(parameter):
+        return whole
+    if not can_be_narrow(parameter):
+        whole = wide(whole)
+    return Moments(steps=whole.steps, mean=_rows(whole.mean, parameter), square=_rows(whole.square, parameter))
+
+
+def _rows(moment: Tensor | Quantised, parameter: Tensor) -> Tensor | Quantised:
+    if isinstance(moment, Tensor):
+        return rows_of(moment, parameter).clone()
+    scales = rows_of(moment.scales.view(parameter.shape[0], -1), parameter).flatten()
+    return Quantised(codes=rows_of(moment.codes, parameter).clone(), scales=scales.clone())
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], norm_max: float) -> Tensor:
     """Scale all gradients so that their common norm is at most `norm_max`; returns the norm before, in fp32."""
-    if all(parameter.grad is None or parameter.grad.dtype == torch.float32 for parameter in parameters):
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    whole = not any(map(is_part, parameters))
+    if whole and all(gradient.dtype == torch.float32 for gradient in gradients):
         return torch.nn.utils.clip_grad_norm_(parameters, norm_max, foreach=True)
     # torch would take the norm of bf16 gradients in bf16, off by up to 0.4 %.
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients])
-    norm: Tensor = torch.linalg.vector_norm(norms)
+    norm: Tensor = summed(norms.square().sum(), parameters[0]).sqrt()
     scale = (norm_max / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(scale)

@@ -48,10 +48,12 @@ FAILURES_MAX = 3
 class TrainerOptions:
     """The volunteer's choices that concern the trainer alone; what `engine` leaves open is the trainer's to choose.
 
-    `peak_flops` is what the device's matrix products were measured to reach, 0 if they were not.
+    `peak_flops` is what the device's matrix products were measured to reach, 0 if they were not; `devices` how many
+    devices of this machine train together.
     """
 
     threads: int = 1
+    devices: int = 1
     device: str = "auto"
     engine: Wish = field(default_factory=Wish)
     peak_flops: float = 0.0
@@ -280,7 +282,8 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
 
     @property
     def _sequences_at_once(self) -> int:
-        return self._micro_batch or (self._sent.batch_sequences if self._sent is not None else 1)
+        batch = self._sent.batch_sequences if self._sent is not None else 1
+        return self._micro_batch or -(-batch // self.options.devices)
 
     async def _unpaused(self) -> None:
         while self.paused:
@@ -291,6 +294,7 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         options = self.options
         command = [sys.executable, "-m", "spes_p2p.train", "--socket", str(socket), "--run-dir", str(self._run_dir)]
         command += ["--threads", str(options.threads), "--device", options.device]
+        command += ["--devices", str(options.devices)] if options.devices > 1 else []
         command += ["--cache-gib", str(options.cache_gib)]
         command += ["--micro-batch", str(self._micro_batch)] if self._micro_batch else []
         command += engine_flags(options.engine)

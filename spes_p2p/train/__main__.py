@@ -13,7 +13,9 @@ from pathlib import Path
 
 from spes_p2p.core.choice import Wish
 from spes_p2p.core.engine import FROZEN, GRADIENTS, MOMENTS
-from spes_p2p.train.trainer import Options, work
+from spes_p2p.train.followers import follow
+from spes_p2p.train.setup import Options
+from spes_p2p.train.trainer import work
 
 
 def _positive(text: str) -> int:
@@ -24,7 +26,7 @@ def _positive(text: str) -> int:
 
 
 def read_options(argv: Sequence[str] | None = None) -> Options:
-    """The flags as the peer gives them (`peer.trainer_link`)."""
+    """The flags as the peer gives them (`peer.trainer_link`), and as the trainer gives them to its followers."""
     parser = argparse.ArgumentParser(prog="python -m spes_p2p.train", description="The trainer of a spes peer.")
     parser.add_argument("--socket", type=Path, required=True, help="the peer's Unix socket")
     parser.add_argument("--run-dir", type=Path, required=True, help="the run's directory")
@@ -42,11 +44,17 @@ def read_options(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument("--peak-flops", type=float, default=0.0, help="the device's measured rate, to show utilisation")
     parser.add_argument("--allow-source", action="append", default=[], metavar="PREFIX", help="URLs the data may use")
     parser.add_argument("--cache-gib", type=float, default=20.0, help="disk for cached data in GiB (default 20)")
+    parser.add_argument("--devices", type=_positive, default=1, help="processes, each with a device (default 1)")
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--meeting", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     return Options(
         socket=arguments.socket,
         run_dir=arguments.run_dir,
         threads=arguments.threads,
+        devices=arguments.devices,
+        rank=arguments.rank,
+        meeting=arguments.meeting,
         device=arguments.device,
         engine=Wish(
             frozen=arguments.frozen,
@@ -68,7 +76,7 @@ def main() -> int:
     options = read_options()
     # Ctrl-C reaches every process of the terminal; how the trainer ends is the peer's to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return work(options)
+    return follow(options, sys.stdin.buffer) if options.rank else work(options)
 
 
 if __name__ == "__main__":

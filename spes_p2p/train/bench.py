@@ -94,8 +94,7 @@ def measure(request: Request, report: Callable[[str], None]) -> Result:
         report("steps of one layer")
         one, tokens = _step_seconds(layer, request, device, dtype, share(0.45))
         report("the loss")
-        loss, loss_tokens = _loss_seconds(model, device, dtype, request.memory_bytes, share(0.8))
-        seconds, tokens = model.num_hidden_layers * one + loss, min(tokens, loss_tokens)
+        seconds = model.num_hidden_layers * one + _loss_seconds(model, device, dtype, request.memory_bytes, share(0.8))
         how = f"one layer times {model.num_hidden_layers}, and the loss"
     return Result(
         device=device,
@@ -166,10 +165,10 @@ def _step_seconds(
     return _per_token(step, lambda tokens: _fits(model, request, device, tokens), device, seconds)
 
 
-def _loss_seconds(
-    model: Model, device: Device, dtype: torch.dtype, memory_bytes: int, seconds: float
-) -> tuple[float, int]:
-    """The same of the output layer and its loss alone; a vocabulary too large for the memory is measured in part."""
+def _loss_seconds(model: Model, device: Device, dtype: torch.dtype, memory_bytes: int, seconds: float) -> float:
+    """Seconds for a token of the output layer and its loss alone; a vocabulary too large for the memory is measured in
+    part.
+    """
     share = min(1.0, 0.8 * memory_bytes / (16 * model.vocab_size * (model.hidden_size + 1024)))
     rows = max(_VOCABULARY_LEAST, int(model.vocab_size * share))
     weight_VD = torch.nn.Parameter(torch.randn(rows, model.hidden_size, device=device) * model.initializer_range)
@@ -184,8 +183,8 @@ def _loss_seconds(
 
         return run
 
-    taken, tokens = _per_token(step, lambda _: True, device, seconds)
-    return taken * model.vocab_size / rows, tokens
+    taken, _ = _per_token(step, lambda _: True, device, seconds)
+    return taken * model.vocab_size / rows
 
 
 def _per_token(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +17,9 @@ import torch
 
 from spes_p2p.model.loss import training_loss
 from spes_p2p.model.moe import MoE
-from spes_p2p.model.optim import clip_gradients, fill_missing_gradients, learning_rate
+from spes_p2p.model.optim import clip_gradients, learning_rate
 from spes_p2p.train.feed import batches
+from spes_p2p.train.ranks import Ranks
 from spes_protocols.manifest import Manifest, Routing
 
 
@@ -78,29 +79,32 @@ def train_round(
     micro_batch: int | None,
     report: Callable[[StepReport], None],
     should_cut: Callable[[], bool],
+    ranks: Ranks | None = None,
 ) -> RoundResult:
     """Take the local steps of `plan`, or fewer if `should_cut` says so after a step (SPES paper, algorithm 1).
 
     `sequences(positions)` gives tokens (n, sequence_length + 1): inputs and, one further, targets. `micro_batch` is how
     many sequences go through the model at once (all of a step's by default); it changes memory and time, and what is
-    learned only through the load-balance term, which is a mean over micro-batches.
+    learned only through the load-balance term, which is a mean over micro-batches. Of several `ranks` each takes its
+    part of every batch; `sequences` and `should_cut` are then rank 0's, and what the others' say is not used.
     """
-    device = next(model.parameters()).device
+    ranks = ranks or Ranks(device=next(model.parameters()).device)
     losses: list[float] = []
 
     def read(index: int) -> np.ndarray:
         return sequences(plan.positions(index))
 
-    with contextlib.closing(batches(read, plan.steps, device)) as feed:
+    with contextlib.closing(batches(read, plan.steps, ranks.device)) as feed:
         for index in range(plan.steps):
             started = time.perf_counter()
             adamw.param_groups[0]["lr"] = learning_rate(manifest.optimizer, plan.step + index)
             model.favour_owned(owned_bias(manifest.routing, plan.step + index))
-            losses.append(_step(model, adamw, manifest, next(feed), micro_batch or plan.batch_sequences))
+            parts = ranks.spread(next(feed), micro_batch or plan.batch_sequences)
+            losses.append(_step(model, adamw, manifest, parts, ranks))
             done = plan.batch_sequences * manifest.model.sequence_length
             seconds = time.perf_counter() - started
             report(StepReport(steps=index + 1, loss=losses[-1], tokens_per_second=done / seconds))
-            if should_cut():
+            if ranks.agreed(should_cut()):
                 break
     model.favour_owned(0.0)
     return RoundResult(
@@ -111,22 +115,22 @@ def train_round(
 
 
 def _step(
-    model: MoE, adamw: torch.optim.Optimizer, manifest: Manifest, batch_BS: torch.Tensor, micro_batch: int
+    model: MoE,
+    adamw: torch.optim.Optimizer,
+    manifest: Manifest,
+    parts: Sequence[tuple[torch.Tensor, float]],
+    ranks: Ranks,
 ) -> float:
-    """One local step on a batch of sequences with their targets; returns the mean cross-entropy in nats per token."""
-    device = batch_BS.device
-    loss = torch.zeros((), device=device)
-    for micro_BS in batch_BS.split(micro_batch):
-        share = micro_BS.shape[0] / batch_BS.shape[0]
-        parts = training_loss(model, micro_BS[:, :-1], micro_BS[:, 1:], manifest.loss)
-        (parts.total * share).backward()
-        loss += parts.cross_entropy * share
+    """One local step on micro-batches, each with its share of the step; the mean cross-entropy in nats per token."""
+    loss = torch.zeros((), device=ranks.device)
+    for micro_BS, share in parts:
+        losses = training_loss(model, micro_BS[:, :-1], micro_BS[:, 1:], manifest.loss)
+        (losses.total * share).backward()
+        loss += losses.cross_entropy * share
 
-    parameters = list(model.trainable().values())
-    fill_missing_gradients(parameters)
-    norm = clip_gradients(parameters, manifest.optimizer.grad_clip)
+    norm = clip_gradients(list(model.trainable().values()), manifest.optimizer.grad_clip)
     # One overflow must not poison moments that live for the whole run.
     if math.isfinite(norm):
         adamw.step()
     adamw.zero_grad(set_to_none=True)
-    return float(loss)
+    return float(ranks.total(loss))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,15 +90,29 @@ class TrainerState:
         self.residuals = {name: value for name, value in self.residuals.items() if name in names}
 
 
-def save_state(state: TrainerState, directory: Path) -> None:
-    """Write the state, whole or not at all. Raises `UserError` when the disk is full or not writable."""
-    tensors: dict[str, torch.Tensor | FloatArray] = {}
-    for name, moments in state.moments.items():
-        for kind, moment in (("mean", moments.mean), ("square", moments.square)):
+Whole = Callable[[str, torch.Tensor, tuple[int, ...]], torch.Tensor]
+"""(parameter, a part of something that belongs to it, the whole's shape) --> the whole, where processes have parts."""
+
+
+def parts_of(moments: Mapping[str, Moments]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(kind in the file, parameter, tensor) of all moments, in the order of the file."""
+    for name, kept in moments.items():
+        for kind, moment in (("mean", kept.mean), ("square", kept.square)):
             if isinstance(moment, Quantised):
-                tensors[f"{kind}/{name}"], tensors[f"{kind}-scale/{name}"] = moment.codes, moment.scales
+                yield kind, name, moment.codes
+                yield f"{kind}-scale", name, moment.scales
             else:
-                tensors[f"{kind}/{name}"] = moment
+                yield kind, name, moment
+
+
+def save_state(
+    state: TrainerState, directory: Path, shapes: Mapping[str, tuple[int, ...]], whole: Whole | None = None
+) -> None:
+    """Write the state, whole or not at all. Raises `UserError` when the disk is full or not writable.
+
+    `shapes` are those of the run's tensors. With `whole`, each moment is made whole when it is its turn.
+    """
+    tensors: dict[str, torch.Tensor | FloatArray] = {f"{kind}/{name}": t for kind, name, t in parts_of(state.moments)}
     for name, residual in state.residuals.items():
         tensors[f"residual/{name}"] = residual
     metadata = {
@@ -112,22 +126,31 @@ def save_state(state: TrainerState, directory: Path) -> None:
         metadata["done"] = state.pending.done.SerializeToString().hex()
     make_directory(directory)
     with NewFile(directory) as file:
-        file.write(_header(tensors, metadata))
-        for tensor in tensors.values():
+        file.write(_header(tensors, metadata, shapes))
+        for key, tensor in tensors.items():
+            if whole is not None and isinstance(tensor, torch.Tensor):
+                kind, _, name = key.partition("/")
+                tensor = whole(name, tensor, shape_in_file(kind, shapes[name]))
             array = _host(tensor)
             little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
             file.write(little.reshape(-1).view(np.uint8).data)
         file.publish(directory / FILE_NAME)
 
 
-def _header(tensors: Mapping[str, torch.Tensor | FloatArray], metadata: Mapping[str, str]) -> bytes:
+def _header(
+    tensors: Mapping[str, torch.Tensor | FloatArray],
+    metadata: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> bytes:
     """A safetensors header for tensors one after another, so that each leaves the GPU only when it is written."""
     entries: dict[str, object] = {"__metadata__": metadata}
     offset = 0
     for name, tensor in tensors.items():
         dtype, size = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
-        end = offset + size * int(np.prod(tensor.shape))
-        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        kind, _, parameter = name.partition("/")
+        shape = shape_in_file(kind, shapes[parameter])
+        end = offset + size * math.prod(shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -141,8 +164,8 @@ def _host(tensor: torch.Tensor | FloatArray) -> np.ndarray[Any, Any]:
     return tensor
 
 
-def load_state(directory: Path, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> TrainerState:
-    """The saved state, or an empty one if there is none. Moments go to `device`.
+def load_state(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> TrainerState:
+    """The saved state, or an empty one if there is none, in the host's memory.
 
     `shapes` are those of the run's tensors. Raises `IntegrityError` when the file is damaged or of another model.
     """
@@ -151,13 +174,13 @@ def load_state(directory: Path, shapes: Mapping[str, tuple[int, ...]], device: t
         return TrainerState()
     try:
         with safe_open(path, framework="numpy") as file:
-            return _read(file, shapes, device)
+            return _read(file, shapes)
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         detail = f"{type(error).__name__} {error}; delete the file to train on with fresh moments"
         raise IntegrityError("trainer state", str(path), detail) from None
 
 
-def _read(file: Any, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> TrainerState:
+def _read(file: Any, shapes: Mapping[str, tuple[int, ...]]) -> TrainerState:
     metadata = file.metadata() or {}
     if metadata.get("version") not in _VERSIONS:
         raise ValueError(f"version {metadata.get('version')!r} where {_VERSION!r} is known")
@@ -165,7 +188,7 @@ def _read(file: Any, shapes: Mapping[str, tuple[int, ...]], device: torch.device
     for key in file.keys():  # noqa: SIM118 (the file is no mapping)
         kind, _, name = key.partition("/")
         array = file.get_tensor(key)
-        shape = _shape(kind, shapes[name])
+        shape = shape_in_file(kind, shapes[name])
         allowed = (np.dtype(np.float32), _CODES.get(kind))
         if array.shape != shape or array.dtype not in allowed:
             raise ValueError(f"{key} is {array.dtype} {array.shape} where the model has {shape}")
@@ -173,8 +196,8 @@ def _read(file: Any, shapes: Mapping[str, tuple[int, ...]], device: torch.device
     moments = {
         name: Moments(
             steps=int(steps),
-            mean=_moment(arrays, "mean", name, device),
-            square=_moment(arrays, "square", name, device),
+            mean=_moment(arrays, "mean", name),
+            square=_moment(arrays, "square", name),
         )
         for name, steps in json.loads(metadata["steps"]).items()
     }
@@ -188,15 +211,13 @@ def _read(file: Any, shapes: Mapping[str, tuple[int, ...]], device: torch.device
     return TrainerState(moments=moments, residuals=arrays["residual"], pending=pending)
 
 
-def _shape(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a tensor, or of its blocks' scales."""
+def shape_in_file(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """That of a tensor of a kind for a parameter of `shape`: the same, or a scale for each of its blocks."""
     return (-(-math.prod(shape) // BLOCK),) if kind.endswith("-scale") else shape
 
 
-def _moment(
-    arrays: Mapping[str, Mapping[str, np.ndarray[Any, Any]]], kind: str, name: str, device: torch.device
-) -> torch.Tensor | Quantised:
-    values = torch.from_numpy(arrays[kind][name]).to(device)
+def _moment(arrays: Mapping[str, Mapping[str, np.ndarray[Any, Any]]], kind: str, name: str) -> torch.Tensor | Quantised:
+    values = torch.from_numpy(arrays[kind][name])
     if values.dtype == torch.float32:
         return values
-    return Quantised(codes=values, scales=torch.from_numpy(arrays[f"{kind}-scale"][name]).to(device))
+    return Quantised(codes=values, scales=torch.from_numpy(arrays[f"{kind}-scale"][name]))

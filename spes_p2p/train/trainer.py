@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
 
-from spes_p2p.core.choice import Wish
-from spes_p2p.core.engine import Engine, default_engine
 from spes_p2p.core.peaks import known_peak, utilisation
 from spes_p2p.core.plan import step_flops_per_token
 from spes_p2p.core.tensors import section_specs, tensor_specs
@@ -29,56 +27,36 @@ from spes_p2p.data.sources import StoppedError
 from spes_p2p.delta.codecs import encode_section
 from spes_p2p.delta.feedback import Outcome, owned_delta, owned_difference, owned_start, shared_delta, shared_residual
 from spes_p2p.delta.numeric import FloatArray
-from spes_p2p.model.moe import MoE
-from spes_p2p.model.optim import make_adamw, moments_of
+from spes_p2p.model.moments import Moments
 from spes_p2p.store.files import remove_unfinished
 from spes_p2p.store.rundir import RunDir
 from spes_p2p.store.states import map_state
+from spes_p2p.train.followers import Followers
+from spes_p2p.train.learner import kept_sections, plan_of, sections_of
 from spes_p2p.train.link import Link
-from spes_p2p.train.loop import RoundPlan, RoundResult, StepReport, train_round
+from spes_p2p.train.loop import RoundResult, StepReport
+from spes_p2p.train.setup import EXIT_FAULT, EXIT_MEMORY, Options, check_devices, describe, make_learner
 from spes_p2p.train.state import Pending, load_state, save_state
 from spes_protocols import control_pb2 as pb
 from spes_protocols.errors import DiskFullError, SpesError, UserError
-from spes_protocols.messages import SHARED, group_section
-
-EXIT_FAULT = 1
-
-EXIT_DISK_FULL = 74
-"""Exit code where the disk took no more: the peer tries again, for there may be room in a moment."""
-
-GROUPED_MAJORS = (9, 10)
-"""Compute capabilities where torch has kernels for grouped products; elsewhere it loops over experts on the host."""
-
-EXIT_MEMORY = 75
-"""Exit code after running out of memory: the peer starts the trainer again with a smaller micro-batch."""
-
-
-class DataError(UserError):
-    """The run's data cannot be read; the message says what and why in one line."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command line. What `engine` leaves open is as the device does by itself; `peak_flops` 0: not measured."""
-
-    socket: Path
-    run_dir: Path
-    threads: int
-    device: str
-    engine: Wish
-    peak_flops: float
-    allow_sources: Sequence[str]
-    cache_bytes_max: int
+from spes_protocols.messages import SHARED
 
 
 def work(options: Options) -> int:
     """Serve the peer until it says stop or is gone. Returns the exit code; a fault of the program itself is raised."""
     link = Link(options.socket)
+    followers: Followers | None = None
     try:
-        Trainer(options, link).run()
+        check_devices(options, RunDir.open(options.run_dir).manifest.record)
+        if options.devices > 1:
+            followers = Followers(options.devices, lambda rank, code: _follower_ended(link, rank, code))
+            options = replace(options, meeting=followers.meeting)
+        Trainer(options, link, followers).run()
     except StoppedError:
         return 0
     except Exception as error:
+        if followers is not None:
+            followers.yield_to_their_end()
         message, exit_code = describe(error)
         link.send(failed=pb.Failed(message=message))
         print(f"trainer: {message}", file=sys.stderr)
@@ -86,83 +64,48 @@ def work(options: Options) -> int:
             raise
         return exit_code
     finally:
+        if followers is not None:
+            followers.close()
         link.close()
     return 0
 
 
-def describe(error: Exception) -> tuple[str, int]:
-    """(one line for a person, exit code) of what ended the trainer."""
-    line = " ".join(str(error).split())[:500]
-    if _is_out_of_memory(error):
-        return f"out of memory: {line}", EXIT_MEMORY
-    if isinstance(error, DiskFullError):
-        return line, EXIT_DISK_FULL
-    if isinstance(error, SpesError):
-        return line, error.exit_code
-    return f"{type(error).__name__}: {line}", EXIT_FAULT
+def _follower_ended(link: Link, rank: int, code: int) -> NoReturn:
+    """End this process as its follower ended, from a thread: the main one may wait for the follower for ever."""
+    reason = "out of memory" if code == EXIT_MEMORY else f"signal {-code}" if code < 0 else f"exit code {code}"
+    message = f"the process of device {rank} ended: {reason}; its words are in trainer.log"
+    link.send(failed=pb.Failed(message=message))
+    print(f"trainer: {message}", file=sys.stderr, flush=True)
+    link.close()
+    os._exit(code if code > 0 else EXIT_FAULT)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    # Only torch's CUDA allocator has an error class of its own; the CPU's and the libraries' are told by their words.
-    words = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(word in str(error) for word in words)
-
-
-def engine_for(wish: Wish, device: str) -> Engine:
-    """The engine of a device, torch's type, with what was asked for. Raises `SchemaError` for what excludes another."""
-    usual = default_engine(device)
-    return Engine(
-        frozen=wish.frozen or usual.frozen,
-        moments=wish.moments or usual.moments,
-        gradients=wish.gradients or usual.gradients,
-        recompute=bool(wish.recompute),
-        micro_batch=wish.micro_batch,
-        compile=wish.compile,
-        grouped=wish.grouped,
-    )
-
-
-def check_device(engine: Engine, device: torch.device) -> None:
-    """Raises `UserError` where a device cannot do what is asked.
-
-    Grouped products want a Hopper or Blackwell GPU; compiling for a CPU wants a C++ compiler (for a GPU, torch brings
-    what it takes).
-    """
-    if engine.grouped and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in GROUPED_MAJORS:
-        name = torch.cuda.get_device_name(device)
-        raise UserError(f"{name} has no grouped products (that takes compute capability 9 or 10): leave out --grouped")
-    compilers = (os.environ.get("CXX") or "g++", "g++", "clang++")
-    if engine.compile and device.type == "cpu" and not any(map(shutil.which, compilers)):
-        raise UserError("no C++ compiler to compile with (CXX, g++, clang++): install one or leave out --compile")
+class DataError(UserError):
+    """The run's data cannot be read; the message says what and why in one line."""
 
 
 class Trainer:
     """One run's model, optimiser state and data in this process."""
 
-    def __init__(self, options: Options, link: Link) -> None:
-        if options.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("no CUDA device is usable here: check the driver, or use --device cpu")
-        torch.set_num_threads(options.threads)
+    def __init__(self, options: Options, link: Link, followers: Followers | None = None) -> None:
         self._options = options
         self._link = link
+        self._followers = followers
         self._run = RunDir.open(options.run_dir)
         self._manifest = self._run.manifest.record
-        wanted = options.device
-        if wanted == "auto":
-            wanted = "cuda" if torch.cuda.is_available() else "cpu"
-        self._device = torch.device(wanted)
         model, groups = self._manifest.model, self._manifest.ownership.groups
         specs = tensor_specs(model, groups)
-        self._device_name = torch.cuda.get_device_name(self._device) if wanted == "cuda" else "cpu"
-        self._peak_flops = options.peak_flops or known_peak(self._device_name)
         self._shapes = {spec.name: spec.shape for spec in specs}
         self._sections = {spec.name: spec.section for spec in specs}
-        self._state = load_state(self._run.optim_dir, self._shapes, self._device)
+        self._state = load_state(self._run.optim_dir, self._shapes)
         self._clear_leftovers()
-        compute_dtype = torch.float32 if wanted == "cpu" else torch.bfloat16
-        self._engine = engine_for(options.engine, wanted)
-        check_device(self._engine, self._device)
-        self._model = MoE(model, groups, (), compute_dtype, device=self._device, engine=self._engine)
+        self._learner = make_learner(options, self._manifest)
+        self._state.moments = self._learner.parts(self._state.moments)
+        device = self._learner.ranks.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        peak_flops = options.peak_flops or known_peak(name)
+        self._peak_flops = peak_flops and options.devices * peak_flops
+        self._device_name = f"{options.devices} x {name}" if options.devices > 1 else name
         with _reading_data():
             self._data = TokenData(
                 self._manifest.data,
@@ -216,22 +159,18 @@ class Trainer:
     def _train(self, task: pb.TrainRound) -> pb.RoundDone:
         """One round, from the outcome of the last contribution to the next one on disk."""
         self._settle(task)
-        owned = [SHARED, *(group_section(group) for group in sorted(task.groups))]
-        kept = set(owned).difference(map(group_section, task.fresh))
+        kept = kept_sections(task)
         self._state.keep({name for name, section in self._sections.items() if section in kept})
+        if self._followers is not None:
+            self._followers.tell(task, forget=not self._state.moments)
 
         state = map_state(Path(task.state_path), list(self._shapes.items()))
-        self._model.own(task.groups)
-        self._model.load(state | self._exact_weights(state))
-        adamw = make_adamw(self._model, self._manifest.optimizer, self._state.moments)
-
         started = time.perf_counter()
-        result = self._local_steps(task, adamw)
-        self._state.moments = moments_of(self._model, adamw)
+        result, self._state.moments = self._local_steps(task, state | self._exact_weights(state))
         trained = time.perf_counter()
 
         counted: dict[str, FloatArray] = {}
-        files = [self._encode(task, section, state, counted) for section in owned]
+        files = [self._encode(task, section, state, counted) for section in sections_of(task)]
         done = pb.RoundDone(
             round=task.round,
             epoch=task.epoch,
@@ -243,7 +182,7 @@ class Trainer:
             encode_seconds=time.perf_counter() - trained,
         )
         self._state.pending = Pending(task=task, done=done, counted=counted)
-        save_state(self._state, self._run.optim_dir)
+        save_state(self._state, self._run.optim_dir, self._shapes, self._learner.whole)
         return done
 
     def _settle(self, task: pb.TrainRound) -> None:
@@ -268,13 +207,10 @@ class Trainer:
             if self._sections[name] != SHARED
         }
 
-    def _local_steps(self, task: pb.TrainRound, adamw: torch.optim.Optimizer) -> RoundResult:
-        plan = RoundPlan(
-            step=task.step,
-            steps=task.steps,
-            batch_sequences=task.batch_sequences,
-            first_sequence=task.first_sequence,
-        )
+    def _local_steps(
+        self, task: pb.TrainRound, start: Mapping[str, FloatArray]
+    ) -> tuple[RoundResult, dict[str, Moments]]:
+        plan = plan_of(task)
 
         def sequences(positions: range) -> np.ndarray:
             with _reading_data():
@@ -294,13 +230,11 @@ class Trainer:
 
         with _reading_data():
             self._data.prefetch(range(plan.first_sequence, plan.positions(plan.steps - 1).stop))
-        return train_round(
-            model=self._model,
-            adamw=adamw,
-            manifest=self._manifest,
-            plan=plan,
+        return self._learner.train(
+            task,
+            start,
+            self._state.moments,
             sequences=sequences,
-            micro_batch=self._engine.micro_batch,
             report=report,
             should_cut=lambda: self._link.inbox.should_cut(task),
         )
@@ -311,12 +245,11 @@ class Trainer:
         """Write one section's blob; its residuals go to `counted` and, for an owned group, to the state (missed)."""
         manifest = self._manifest
         specs = section_specs(manifest.model, manifest.ownership.groups, section)
-        parameters = self._model.trainable()
         residuals = self._state.residuals
         codec = manifest.codecs.of(section)
         deltas: dict[str, FloatArray] = {}
         for spec in specs:
-            trained = parameters[spec.name].detach().cpu().numpy()
+            trained = self._learner.trained(spec.name)
             if section == SHARED:
                 residual = residuals.setdefault(spec.name, np.zeros(spec.shape, np.float32))
                 deltas[spec.name] = shared_delta(trained, state[spec.name], residual)

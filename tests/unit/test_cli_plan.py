@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -130,7 +131,7 @@ def known(subject: Subject, seconds_per_token: float = 1e-3) -> Measured:
     """As if it had been measured just now."""
     step = Step(
         name=subject.name, model=subject.model, groups=subject.groups, owned=1, seconds_per_token=seconds_per_token,
-        tokens_at_once=64, how="the whole model", measured_at=measured.time.time(),
+        tokens_at_once=256, how="the whole model", measured_at=measured.time.time(),
     )  # fmt: skip
     return Measured(rates=RATES, measured_at=step.measured_at, steps=(step,))
 
@@ -226,7 +227,7 @@ def test_a_card_is_read_from_its_drivers_line(monkeypatch: pytest.MonkeyPatch) -
     for line in ("", "No devices were found", "GB10, [N/A], [N/A]", "x"):
         assert parse_card(line) is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert machine.find_card() is None
+    assert machine.find_cards() == ()
     here = machine.look(Path("nowhere") / "at all")
     assert 0 < here.host_free_bytes <= here.host_total_bytes and here.disk_free_bytes > 0
 
@@ -265,11 +266,11 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 def fitted(
     manifest: Manifest, here: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    groups: int | None = None, **wish: object,
+    groups: int | None = None, devices: int = 1, **wish: object,
 ) -> tuple[PeerOptions, list[str]]:  # fmt: skip
     """What `spes-join` makes of the options on a machine, and what it says."""
     monkeypatch.setattr(fitting, "look", lambda home: here)
-    trainer = TrainerOptions(engine=Wish(**wish))  # type: ignore[arg-type]
+    trainer = TrainerOptions(engine=Wish(**wish), devices=devices)  # type: ignore[arg-type]
     lines: list[str] = []
     options = fitting.fit(manifest, PeerOptions(home=tmp_path, groups=groups, trainer=trainer), lines.append)
     return options, lines
@@ -299,6 +300,52 @@ def test_join_keeps_what_was_asked_for_and_says_that_it_does_not_fit(
     )
     assert "what you asked for needs" in line and "this would fit: " in line
     assert options.groups == 4 and options.trainer.engine.frozen == "bf16" and options.trainer.engine.moments == "fp32"
+
+
+def test_join_on_several_cards(manifest: Manifest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first = Card(name="Card 9", total_bytes=24 * GIB, free_bytes=23 * GIB)
+    here = dataclasses.replace(a_machine(card_gib=24), cards=(first, dataclasses.replace(first, free_bytes=20 * GIB)))
+    _, (line,) = fitted(manifest, here, monkeypatch, tmp_path, devices=2)
+    assert line.startswith("2 x Card 9, 20.0 GiB of 24.0 GiB free on each: 4 groups") and " on each, beside" in line
+    with pytest.raises(UserError, match="3 GPUs were asked for, and 2 are usable here"):
+        fitted(manifest, here, monkeypatch, tmp_path, devices=3)
+
+
+def test_plan_shows_a_part_of_the_model_for_each_of_several_gpus(spes: Spes) -> None:
+    asked = ("plan", "--preset", "7b", "--nodes", 16)
+    one, four = spes(*asked, "--json").json, spes(*asked, "--gpus", 4, "--json").json
+    assert (one["devices"], four["devices"]) == (1, 4)
+    assert four["options"][0]["total_gib"] == pytest.approx(one["options"][0]["total_gib"] / 4, rel=1e-3)
+    assert not any(option["gradients"] == "bf16" for option in four["options"])
+    shown = spes(*asked, "--gpus", 4, "--all").out
+    assert "GiB on each of 4 GPUs" in shown and "4 cards of" in shown
+
+
+@pytest.mark.parametrize(
+    ("environment", "code", "gpus"),
+    [
+        ({}, 0, None),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4", "MASTER_PORT": "1"}, 0, "4"),
+        ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}, 0, "not called"),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}, 2, "not called"),
+    ],
+)
+def test_torchruns_first_process_is_the_peer(
+    environment: dict[str, str], code: int, gpus: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import spes_client.__main__ as module
+
+    asked = []
+    monkeypatch.setattr(module, "main", lambda: asked.append(dict(os.environ)) or 0)
+    monkeypatch.delenv("SPES_GPUS", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert module.start() == code
+    if gpus == "not called":
+        assert not asked
+    else:
+        assert asked[0].get("SPES_GPUS") == gpus
+        assert not asked[0].keys() & {"LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"}
 
 
 def test_join_refuses_where_nothing_fits(manifest: Manifest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

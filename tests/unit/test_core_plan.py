@@ -61,7 +61,7 @@ def test_the_whole_is_the_sum_of_its_parts_and_grows_with_the_batch() -> None:
     small = device_memory(ONE_B, 16, 1, Engine(micro_batch=1), sequences=8, device="cuda")
     large = device_memory(ONE_B, 16, 1, Engine(), sequences=8, device="cuda")
     parts = [getattr(small, field.name) for field in dataclasses.fields(small)]
-    assert small.total == sum(parts) and all(part > 0 for part in parts)
+    assert small.total == sum(parts) and [part > 0 for part in parts] == [True] * (len(parts) - 1) + [False]
     assert small.state == large.state and small.activations * 8 == large.activations
     again = device_memory(ONE_B, 16, 1, Engine(recompute=True), sequences=8, device="cuda")
     assert again.activations < large.activations / 5
@@ -101,6 +101,15 @@ def test_a_large_card_saves_nothing_and_a_smaller_one_gives_up_speed_before_prec
     assert small.memory.total <= device_memory(ONE_B, 16, 3, SMALLEST, sequences=16, device="cuda").total
 
 
+@pytest.mark.parametrize("model", [ONE_B, TWO_B, SEVEN_B], ids=["1b", "2b", "7b"])
+def test_precision_is_kept_where_giving_up_speed_is_enough(model: Model) -> None:
+    for owned in (1, 4):
+        slow = Engine(frozen="int8", recompute=True, micro_batch=1)
+        enough = device_memory(model, 16, owned, slow, sequences=16, device="cuda").total
+        choice = choose(model, 16, Wish(groups=owned), device="cuda", device_bytes=enough, owned_max=4, sequences=16)
+        assert choice.fits and (choice.engine.moments, choice.engine.gradients) == ("fp32", "fp32")
+
+
 def test_where_nothing_fits_the_least_is_named() -> None:
     none = chosen(1)
     assert not none.fits and (none.owned, none.engine) == (1, SMALLEST)
@@ -115,6 +124,23 @@ def test_what_was_asked_for_stays() -> None:
     assert (choice.engine.frozen, choice.engine.moments, choice.engine.micro_batch) == ("bf16", "fp32", 5)
     assert chosen(80, asked).fits
     assert chosen(80, Wish(groups=9)).owned == 4
+
+
+def test_several_devices_hold_a_part_each_and_what_is_gathered() -> None:
+    engine = Engine(frozen="bf16", recompute=True)
+    one = device_memory(SEVEN_B, 16, 1, engine, sequences=8, device="cuda")
+    four = device_memory(SEVEN_B, 16, 1, engine, sequences=8, device="cuda", devices=4)
+    assert abs(4 * four.state - one.state) < 16 and one.gathered == 0
+    # A layer in bf16, of its group and the attention in fp32, is gathered while the last one is still there.
+    layer = (one.weights - 2 * 4 * SEVEN_B.vocab_size * SEVEN_B.hidden_size) / SEVEN_B.num_hidden_layers
+    assert 2 * layer < four.gathered < one.weights
+    assert four.activations == device_memory(SEVEN_B, 16, 1, engine, sequences=2, device="cuda").activations
+    # What is too large for one card is not for four of them, nor are gradients narrowed there.
+    card = int(15 * GIB)
+    asked = {"device": "cuda", "device_bytes": card, "owned_max": 1, "sequences": 64}
+    assert not choose(SEVEN_B, 16, Wish(groups=1), **asked).fits
+    choice = choose(SEVEN_B, 16, Wish(groups=1), devices=8, **asked)
+    assert choice.fits and choice.engine.gradients == "fp32" and (choice.engine.micro_batch or 8) <= 8
 
 
 def test_combinations_are_all_there_are_once_each() -> None:
@@ -150,7 +176,7 @@ def test_tensors_of_a_real_step_take_what_was_planned(engine: Engine) -> None:
     from spes_client.presets import PRESETS
     from spes_p2p.model.loss import training_loss
     from spes_p2p.model.moe import MoE
-    from spes_p2p.model.optim import fill_missing_gradients, make_adamw
+    from spes_p2p.model.optim import make_adamw
     from spes_protocols.manifest import Loss, Optimizer
 
     model = Model(**PRESETS["tiny"]["model"])
@@ -163,7 +189,6 @@ def test_tensors_of_a_real_step_take_what_was_planned(engine: Engine) -> None:
                 held.fill_(1)
     tokens = torch.randint(0, model.vocab_size, (2, model.sequence_length + 1))
     training_loss(moe, tokens[:, :-1], tokens[:, 1:], Loss()).total.backward()  # type: ignore[no-untyped-call]
-    fill_missing_gradients(moe.trainable().values())
     adamw = make_adamw(moe, Optimizer(lr=1e-3, warmup_steps=0, total_steps=10), {})
     adamw.step()
     moments = [state[name] for state in adamw.state.values() for name in ("exp_avg", "exp_avg_sq")]

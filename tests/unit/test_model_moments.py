@@ -19,7 +19,7 @@ from spes_p2p.model.moments import (
     quantise_mean,
     quantise_square,
 )
-from spes_p2p.model.optim import NarrowAdamW, clip_gradients, fill_missing_gradients, make_adamw, moments_of
+from spes_p2p.model.optim import NarrowAdamW, clip_gradients, make_adamw, moments_of
 from spes_protocols.manifest import Loss, Optimizer
 from tests.unit.model_support import GROUPS, MODEL, random_state
 
@@ -98,7 +98,6 @@ def learn(engine: Engine, *, restart_at: int = 0, then: Engine | None = None) ->
             adamw = make_adamw(moe, CONFIG, moments_of(moe, adamw))
         loss = training_loss(moe, tokens[:, :-1], tokens[:, 1:], Loss())
         loss.total.backward()
-        fill_missing_gradients(moe.trainable().values())
         clip_gradients(list(moe.trainable().values()), 1.0)
         adamw.step()
         adamw.zero_grad(set_to_none=True)

@@ -19,7 +19,7 @@ from spes_p2p.peer.trainer_link import (
     TrainerOptions,
     engine_flags,
 )
-from spes_p2p.train import trainer
+from spes_p2p.train import setup
 from spes_p2p.train.__main__ import read_options
 
 SECONDS_MAX = 60.0
@@ -62,7 +62,7 @@ async def lines_before_giving_up(run_dir: Path, *codes: int) -> list[str]:
 
 
 def test_the_exit_code_is_the_trainers() -> None:
-    assert trainer.EXIT_DISK_FULL == EXIT_DISK_FULL
+    assert setup.EXIT_DISK_FULL == EXIT_DISK_FULL
 
 
 def test_the_trainer_reads_what_was_asked_of_the_engine() -> None:

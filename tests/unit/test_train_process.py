@@ -27,17 +27,9 @@ from spes_p2p.model.moments import Moments, Quantised
 from spes_p2p.model.optim import make_adamw, moments_of
 from spes_p2p.store.rundir import RunDir
 from spes_p2p.train.loop import RoundPlan, train_round
+from spes_p2p.train.setup import EXIT_DISK_FULL, EXIT_MEMORY, Options, check_device, describe, engine_for
 from spes_p2p.train.state import TrainerState, load_state
-from spes_p2p.train.trainer import (
-    EXIT_DISK_FULL,
-    EXIT_MEMORY,
-    DataError,
-    Options,
-    check_device,
-    describe,
-    engine_for,
-    work,
-)
+from spes_p2p.train.trainer import DataError, work
 from spes_protocols import control_pb2 as pb
 from spes_protocols.errors import DiskFullError, UserError
 from tests.unit.model_support import GROUPS, MODEL
@@ -93,7 +85,7 @@ def options(run: RunDir, directory: Path, wish: Wish = NOTHING_ASKED) -> Options
 
 
 def saved(run: RunDir) -> TrainerState:
-    return load_state(run.optim_dir, SHAPES, torch.device("cpu"))
+    return load_state(run.optim_dir, SHAPES)
 
 
 def trained(

@@ -85,8 +85,8 @@ def test_what_is_no_longer_trained_is_forgotten() -> None:
 @pytest.mark.parametrize("pending", [True, False])
 def test_it_comes_back_from_disk_as_it_was(tmp_path: Path, pending: bool) -> None:
     state = a_state(pending=pending)
-    save_state(state, tmp_path / "optim")
-    found = load_state(tmp_path / "optim", SHAPES, CPU)
+    save_state(state, tmp_path / "optim", SHAPES)
+    found = load_state(tmp_path / "optim", SHAPES)
     assert {name: value.steps for name, value in found.moments.items()} == {n: 3 + i for i, n in enumerate(NAMES)}
     for name in NAMES:
         assert torch.equal(found.moments[name].mean, state.moments[name].mean)
@@ -108,8 +108,8 @@ def test_8_bit_moments_come_back_code_by_code(tmp_path: Path) -> None:
             OWNED_NAME: Moments(steps=5, mean=quantise_mean(mean), square=quantise_square(mean.square())),
         }
     )
-    save_state(state, tmp_path)
-    found = load_state(tmp_path, SHAPES, CPU).moments
+    save_state(state, tmp_path, SHAPES)
+    found = load_state(tmp_path, SHAPES).moments
     assert (tmp_path / FILE_NAME).stat().st_size < 3.5 * mean.numel() + 8 * 24 + 2000
     assert isinstance(found[SHARED_NAME].mean, torch.Tensor)
     for name in ("mean", "square"):
@@ -119,29 +119,29 @@ def test_8_bit_moments_come_back_code_by_code(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_version_before_8_bit_moments_is_read(tmp_path: Path) -> None:
-    save_state(a_state(), tmp_path)
+    save_state(a_state(), tmp_path, SHAPES)
     path = tmp_path / FILE_NAME
     path.write_bytes(path.read_bytes().replace(b'"version":"2"', b'"version":"1"'))
-    assert load_state(tmp_path, SHAPES, CPU).moments.keys() == set(NAMES)
+    assert load_state(tmp_path, SHAPES).moments.keys() == set(NAMES)
     path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"9"'))
     with pytest.raises(IntegrityError, match="version '9'"):
-        load_state(tmp_path, SHAPES, CPU)
+        load_state(tmp_path, SHAPES)
 
 
 def test_nothing_on_disk_is_an_empty_state(tmp_path: Path) -> None:
-    assert load_state(tmp_path / "optim", SHAPES, CPU) == TrainerState()
+    assert load_state(tmp_path / "optim", SHAPES) == TrainerState()
 
 
 def test_a_new_state_replaces_the_old_one_alone(tmp_path: Path) -> None:
-    save_state(a_state(), tmp_path)
-    save_state(a_state(pending=False), tmp_path)
+    save_state(a_state(), tmp_path, SHAPES)
+    save_state(a_state(pending=False), tmp_path, SHAPES)
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
-    assert load_state(tmp_path, SHAPES, CPU).pending is None
+    assert load_state(tmp_path, SHAPES).pending is None
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "other model"])
 def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
-    save_state(a_state(), tmp_path)
+    save_state(a_state(), tmp_path, SHAPES)
     path = tmp_path / FILE_NAME
     shapes = dict(SHAPES)
     if damage == "cut":
@@ -151,12 +151,12 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     else:
         shapes[OWNED_NAME] = (3, 3)
     with pytest.raises(IntegrityError, match="delete the file") as caught:
-        load_state(tmp_path, shapes, CPU)
+        load_state(tmp_path, shapes)
     assert caught.value.where == str(path)
 
 
 def test_a_state_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).mkdir()
     with pytest.raises(UserError, match="cannot write"):
-        save_state(a_state(), tmp_path)
+        save_state(a_state(), tmp_path, SHAPES)
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]

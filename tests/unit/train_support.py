@@ -38,14 +38,14 @@ def _shard(path: Path, tokens: int) -> manifest.Shard:
     return manifest.Shard(url=path.as_uri(), sha256=hashlib.sha256(data).hexdigest(), bytes=len(data), tokens=tokens)
 
 
-def make_data(directory: Path) -> manifest.Data:
+def make_data(directory: Path, model: manifest.Model = MODEL) -> manifest.Data:
     """A tokenizer and two shards of uint16 tokens with a pattern that can be learnt."""
     tokenizer_path = directory / "tokenizer.json"
-    Tokenizer(models.WordLevel({f"w{i}": i for i in range(MODEL.vocab_size)}, unk_token="w0")).save(str(tokenizer_path))
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(model.vocab_size)}, unk_token="w0")).save(str(tokenizer_path))
     shards = {}
     for name, count in (("train", 6000), ("heldout", 400)):
-        start = np.random.default_rng(count).integers(0, MODEL.vocab_size, count // 8)
-        tokens = (start[:, None] + np.arange(8)[None, :] * 7) % MODEL.vocab_size
+        start = np.random.default_rng(count).integers(0, model.vocab_size, count // 8)
+        tokens = (start[:, None] + np.arange(8)[None, :] * 7) % model.vocab_size
         np.save(directory / f"{name}.npy", tokens.reshape(-1).astype(np.uint16))
         shards[name] = _shard(directory / f"{name}.npy", count)
     record = _shard(tokenizer_path, 1)
@@ -57,18 +57,18 @@ def make_data(directory: Path) -> manifest.Data:
     )
 
 
-def make_run(directory: Path) -> RunDir:
+def make_run(directory: Path, model: manifest.Model = MODEL) -> RunDir:
     """A run directory under `directory` with a signed manifest; its data lies in `directory` too."""
     organizer = Identity.generate()
     record = manifest.Manifest(
         name="tiny",
         seed=3,
-        model=MODEL,
+        model=model,
         ownership=manifest.Ownership(groups=GROUPS, min_peers=1),
         optimizer=manifest.Optimizer(lr=0.01, warmup_steps=2, total_steps=100),
         rounds=manifest.Rounds(phases=(manifest.Phase(from_step=0, steps=3, batch_sequences=BATCH),)),
         codecs=manifest.Codecs(shared="int4", group="int8"),
-        data=make_data(directory),
+        data=make_data(directory, model),
         organizer=manifest.Organizer(keys=(organizer.peer_id,)),
         genesis_root=bytes(32),
     )
@@ -77,9 +77,10 @@ def make_run(directory: Path) -> RunDir:
 
 def write_state(run: RunDir, round_number: int) -> dict[str, FloatArray]:
     """Store a global state for a round, any values."""
-    state = random_state(seed=round_number, scale=0.05)
+    model = run.manifest.record.model
+    state = random_state(model, seed=round_number, scale=0.05)
     with run.states().writer(round_number) as writer:
-        for spec in tensor_specs(MODEL, GROUPS):
+        for spec in tensor_specs(model, GROUPS):
             writer.add(spec.name, state[spec.name])
         writer.commit()
     return state

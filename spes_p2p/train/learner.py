@@ -1,0 +1,129 @@
+"""One process's share of the training: its part of the model, round after round, and what its parts are gathered to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spes_p2p.core.engine import Engine
+from spes_p2p.core.tensors import tensor_specs
+from spes_p2p.delta.numeric import FloatArray
+from spes_p2p.model.moe import MoE
+from spes_p2p.model.moments import Moments
+from spes_p2p.model.optim import make_adamw, moments_of, part_of
+from spes_p2p.model.sharding import gathered, local
+from spes_p2p.train.loop import RoundPlan, RoundResult, StepReport, train_round
+from spes_p2p.train.ranks import Ranks
+from spes_protocols import control_pb2 as pb
+from spes_protocols.manifest import Manifest
+from spes_protocols.messages import SHARED, group_section
+
+
+class Learner:
+    """A model on this process's device. All processes of `ranks` call the same methods in the same order."""
+
+    def __init__(self, manifest: Manifest, engine: Engine, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._manifest = manifest
+        self._engine = engine
+        specs = tensor_specs(manifest.model, manifest.ownership.groups)
+        self._sections = {spec.name: spec.section for spec in specs}
+        self._model = self._make(())
+
+    def _make(self, groups: Collection[int]) -> MoE:
+        device, mesh = self.ranks.device, self.ranks.mesh
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        model = self._manifest.model
+        return MoE(model, self._manifest.ownership.groups, groups, dtype, device=device, engine=self._engine, mesh=mesh)
+
+    def parts(self, moments: Mapping[str, Moments]) -> dict[str, Moments]:
+        """This process's parts of whole moments."""
+        parameters = dict(self._model.named_parameters())
+        return {name: part_of(whole, parameters[name]) for name, whole in moments.items()}
+
+    def train(
+        self,
+        task: pb.TrainRound,
+        start: Mapping[str, FloatArray],
+        moments: Mapping[str, Moments],
+        *,
+        sequences: Callable[[range], np.ndarray],
+        report: Callable[[StepReport], None],
+        should_cut: Callable[[], bool],
+    ) -> tuple[RoundResult, dict[str, Moments]]:
+        """The local steps of one round from the weights `start`, and the moments after them.
+
+        What is owned starts from rank 0's weights, which alone knows the residuals; batches and the decision to cut
+        short are rank 0's too (`loop.train_round`).
+        """
+        if frozenset(task.groups) != self._model.owned:
+            if self.ranks.mesh is None:
+                self._model.own(task.groups)
+            else:
+                del self._model  # its memory is needed for the next one
+                self._model = self._make(task.groups)
+        self._model.load(_Start(start, self.ranks, {name for name in start if self._is_owned(name, task)}))
+        adamw = make_adamw(self._model, self._manifest.optimizer, moments)
+        result = train_round(
+            model=self._model,
+            adamw=adamw,
+            manifest=self._manifest,
+            plan=plan_of(task),
+            sequences=sequences,
+            micro_batch=self._engine.micro_batch,
+            report=report,
+            should_cut=should_cut,
+            ranks=self.ranks,
+        )
+        return result, moments_of(self._model, adamw)
+
+    def _is_owned(self, name: str, task: pb.TrainRound) -> bool:
+        return self._sections[name] in {group_section(group) for group in task.groups}
+
+    def trained(self, name: str) -> FloatArray:
+        """A trained parameter's values after the round."""
+        parameter = self._model.get_parameter(name)
+        whole = gathered(local(parameter), parameter, tuple(parameter.shape))
+        array: FloatArray = whole.detach().cpu().numpy()
+        return array
+
+    def whole(self, name: str, part: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """All of what each process has a part of beside its part of parameter `name` (`sharding.gathered`)."""
+        return gathered(part, self._model.get_parameter(name), shape)
+
+
+class _Start(Mapping[str, FloatArray]):
+    """Weights by name, those of `led` names as rank 0 has them."""
+
+    def __init__(self, start: Mapping[str, FloatArray], ranks: Ranks, led: Collection[str]) -> None:
+        self._start, self._ranks, self._led = start, ranks, led
+
+    def __getitem__(self, name: str) -> FloatArray:
+        values = self._start[name]
+        return self._ranks.from_leader(values) if name in self._led else values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._start)
+
+    def __len__(self) -> int:
+        return len(self._start)
+
+
+def plan_of(task: pb.TrainRound) -> RoundPlan:
+    """What a round is to train, as the peer asks for it."""
+    return RoundPlan(
+        step=task.step, steps=task.steps, batch_sequences=task.batch_sequences, first_sequence=task.first_sequence
+    )
+
+
+def sections_of(task: pb.TrainRound) -> list[str]:
+    """The sections that a round trains, in the order in which they are coded."""
+    return [SHARED, *(group_section(group) for group in sorted(task.groups))]
+
+
+def kept_sections(task: pb.TrainRound) -> set[str]:
+    """Those of them that go on with what is known of them from earlier rounds."""
+    return set(sections_of(task)).difference(map(group_section, task.fresh))
