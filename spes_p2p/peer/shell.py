@@ -115,7 +115,7 @@ class Shell:
         self._restored = False
         self._stores = True
         self._applies: bool | None = None
-        """In this round: whether the disk took the last vote, and whether applying a set has worked, if it was tried."""
+        """In this round: whether the disk took the last vote; whether applying a set has worked, if it was tried."""
         self._silence = Silence(chain.db.path.with_name("silent"))
         self._timer_changed = asyncio.Event()
         self.phases = PhaseClock()
