@@ -66,8 +66,9 @@ class Step:
     measured_at: float
 
     def flops_per_token(self) -> float:
-        """Operations that a token needs, see `core.plan`."""
-        return step_flops_per_token(self.model, self.groups, self.owned)
+        """Operations that a token needed, see `core.plan`: in sequences as short as they were measured with."""
+        length = min(self.tokens_at_once, self.model.sequence_length)
+        return step_flops_per_token(self.model, self.groups, self.owned, length)
 
 
 @dataclass(frozen=True, kw_only=True)

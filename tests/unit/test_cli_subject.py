@@ -15,6 +15,7 @@ from spes_client.manifest_toml import render
 from spes_client.measured import Measured, Rates, Step
 from spes_client.presets import new_manifest
 from spes_client.subject import of_preset
+from spes_p2p.core.plan import step_flops_per_token
 from tests.unit.cli_support import Spes
 
 RATES = Rates(
@@ -144,6 +145,18 @@ def test_a_step_is_never_kept_beside_rates_of_other_threads(
     assert after("1b", 1) == (1, ["1b", "tiny"])
     assert after("2b", 2) == (2, ["2b"])
     assert after("7b", 2) == (2, ["7b", "2b"])
+
+
+def test_a_step_of_short_sequences_is_reckoned_as_one(tmp_path: Path) -> None:
+    """Attention costs more in the run's long sequences than in those that were measured."""
+    one = of_preset("1b")
+    step = dataclasses.replace(known().steps[0], model=one.model, groups=16, tokens_at_once=64)
+    parts = {length: step_flops_per_token(one.model, 16, 1, length) for length in (64, 2048)}
+    assert parts[2048] > 1.05 * parts[64]
+    some = dataclasses.replace(known(), steps=(step,))
+    assert some.mfu(step) == pytest.approx(parts[64] / 1e-3 / 1e11)
+    rate = some.tokens_per_second(one.model, 16, 1, 0, 64 * 2048)
+    assert rate == pytest.approx(1e3 * parts[64] / parts[2048])
 
 
 def test_a_model_s_name_is_no_markup(spes: Spes, tmp_path: Path) -> None:
