@@ -58,7 +58,7 @@ def test_a_swarm_outlives_its_bootstrap_and_its_volunteers(tmp_path: Path) -> No
         since = steady.status().round
         steady.until_round(max(3, since + 1))
 
-        fifth = swarm.volunteer("v4", paused.address)
+        fifth = swarm.volunteer("v4", paused.address, options=("--gpus", 2))  # two processes that share a model
         fifth.until("a member", lambda status: any(m.me for m in status.members))
         joined = until_contribution(fifth, fifth.status().round)
         assert joined >= 3
