@@ -19,7 +19,7 @@ from spes_p2p.peer import status
 from spes_p2p.peer.ahead import Ahead
 from spes_p2p.peer.contacts import Contacts
 from spes_p2p.peer.inquiry import Inquiry
-from spes_p2p.peer.ledger_sync import LedgerReader, Read
+from spes_p2p.peer.ledger_sync import LEDGER_SECONDS, LedgerReader, Read
 from spes_p2p.peer.shell import Shell
 from spes_p2p.peer.sync import Report, Syncer
 from spes_p2p.store.chain import Chain, Step
@@ -68,6 +68,7 @@ class CatchingUp:
         self._behind: asyncio.Queue[str] = asyncio.Queue(64)
         self._inquiry = Inquiry(transport, chain, contacts.fresh)
         self._stopped_at = (b"", 0.0)
+        self._reads_since: float | None = None
         self.ledger = LedgerReader(transport, chain, report, self._consents)
         self._ahead = Ahead(chain, contacts, self.ledger)
 
@@ -162,6 +163,9 @@ class CatchingUp:
         if self._takes_part and self._shell.participant.head.id == head.id:
             self._shell.wait_for_few()
             return Few.TAKE if self._shell.follows_few(step) else Few.WAIT
+        if self._reads_since is not None and time.monotonic() - self._reads_since > LEDGER_SECONDS:
+            # Each may take seconds, and our own commits wait; what came before it is kept, and more is read later.
+            raise RemoteError("votes", "others have been asked about this ledger for long enough")
         few = await self._inquiry.judge(peer, step, has_waited=self._has_waited(head))
         if few != Few.TAKE and self._stopped_at[0] != head.id:
             self._stopped_at = (head.id, time.monotonic())
@@ -175,10 +179,13 @@ class CatchingUp:
     async def _ledger_from(self, peer: str) -> int:
         """Take what a peer's ledger has for us; returns how many records."""
         read = Read()
+        self._reads_since = time.monotonic()
         try:
             read = await self.ledger.read(peer)
         except (NetworkError, RemoteError) as error:
             self._note(f"ledger of {peer}: {error}")
+        finally:
+            self._reads_since = None
         if read.taken_back:
             lost = status.counted(read.taken_back, "record")
             self._say(f"the ledger of …{peer[-6:]} goes before ours: {lost} taken back here")

@@ -192,6 +192,36 @@ def test_each_commit_of_a_few_is_asked_about(tmp_path: Path, log: RunLog) -> Non
     lie.close()
 
 
+def test_asking_about_one_ledger_ends_and_goes_on_later(
+    tmp_path: Path, log: RunLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = log.fork(tmp_path / "real")
+    for _ in range(5):  # a few, then BOB is back
+        real._seed %= 8  # the tokens of a round are limited
+        real.close_with(ADA)
+        real.close_round([real.header(ADA), real.header(BOB)], voters=[ADA])
+
+    async def test(scene: Scene) -> None:
+        await scene.meet(ADA, real)
+        asked = 0
+
+        async def slow(*_: object, **__: object) -> Few:
+            nonlocal asked
+            asked += 1
+            scene.wait(monkeypatch, 25.0)  # nobody answers
+            return Few.TAKE
+
+        catching_up = scene.peer.catching_up
+        monkeypatch.setattr(catching_up._inquiry, "judge", slow)
+        came = [await catching_up._ledger_from(ADA.peer_id) for _ in range(2)]
+        assert (came, asked) == ([6, 4], 5)
+        assert scene.peer.chain.head.id == real.chain.head.id
+        monkeypatch.undo()
+
+    play(tmp_path, log, test)
+    real.close()
+
+
 def test_who_says_for_ever_that_the_round_is_open_is_outlasted(
     tmp_path: Path, log: RunLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
