@@ -72,7 +72,7 @@ def _choice(subject: Subject, machine: Machine, device: Device, devices: int, wi
         return choose(
             subject.model, subject.groups, wish, device=device, devices=devices, device_bytes=bytes_free,
             beside=beside, owned_max=_owned_max(subject),
-            sequences=max(phase.batch_sequences for phase in subject.phases),
+            sequences=subject.sequences,
         )  # fmt: skip
 
     free = machine.device_bytes(device, devices)
@@ -117,7 +117,7 @@ def _place(machine: Machine, device: Device, devices: int) -> str:
 
 
 def _ways(subject: Subject, device: Device, devices: int, choice: Choice) -> str:
-    sequences = -(-max(phase.batch_sequences for phase in subject.phases) // devices)
+    sequences = -(-subject.sequences // devices)
     groups = f"{choice.owned} group{'' if choice.owned == 1 else 's'}" if choice.owned else "no group, as a standby"
     return ", ".join([groups, *in_words(choice.engine, device, sequences)])
 

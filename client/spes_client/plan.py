@@ -221,9 +221,9 @@ def _rows(
     subject: Subject, device: Device, devices: int, known: measured.Measured | None, machine: Machine
 ) -> list[tuple[str, str]]:
     """What does not depend on the options."""
-    files, owned = subject.files(), subject.owned
-    traffic = plan.traffic(files, peers=subject.senders, groups=subject.groups, owned=owned)
-    disk = plan.disk(subject.model, files, peers=subject.senders, groups=subject.groups, owned=owned)
+    files, owned, share = subject.files(), subject.owned, subject.share()
+    traffic = plan.traffic(files, **share)
+    disk = plan.disk(subject.model, files, **share)
     host = plan.host_bytes(subject.model, subject.groups, owned, device=device, devices=devices)
     rounds = plan.rounds_of(subject.phases, subject.total_steps) if subject.phases and subject.total_steps else 0
     in_run = f"; {_amount(disk.log_round * rounds)} for {rounds} rounds" if rounds else ""
@@ -318,7 +318,7 @@ def _json(
     here: Choice,
     known: measured.Measured | None,
 ) -> dict[str, Any]:
-    files, owned, model = subject.files(), subject.owned, subject.model
+    files, owned, model, share = subject.files(), subject.owned, subject.model, subject.share()
     parts = plan.cut(model, subject.groups, owned)
     options = []
     for engine in every_engine(device, devices):
@@ -327,8 +327,8 @@ def _json(
             "fits_here": device == machine.device and memory.total <= machine.device_bytes(device, devices),
         })  # fmt: skip
     rounds = plan.rounds_of(subject.phases, subject.total_steps) if subject.phases and subject.total_steps else None
-    disk = plan.disk(model, files, peers=subject.senders, groups=subject.groups, owned=owned)
-    traffic = plan.traffic(files, peers=subject.senders, groups=subject.groups, owned=owned)
+    disk = plan.disk(model, files, **share)
+    traffic = plan.traffic(files, **share)
     return {
         "name": subject.name,
         "nodes": subject.peers,

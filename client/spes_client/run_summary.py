@@ -91,8 +91,12 @@ def size_rows(manifest: Manifest) -> list[tuple[str, str]]:
     groups = manifest.ownership.groups
     owned = f"{sizes.groups_per_peer} group{'' if sizes.groups_per_peer == 1 else 's'}"
     shared = count_text(sizes.parameters_shared)
-    fetched = sizes.round_bytes - sizes.contribution_bytes
-    fetched_fp32 = sizes.round_bytes_fp32 - sizes.contribution_bytes_fp32
+    peers = manifest.ownership.min_peers
+    drawn = min(1.0, manifest.rounds.shared_quota / peers)  # how often a peer's own shared section is in the round
+    own = round(drawn * sizes.shared_bytes) + sizes.groups_per_peer * sizes.group_bytes
+    fetched = sizes.round_bytes - own
+    own_in_fp32 = 4 * (drawn * sizes.parameters_shared + sizes.groups_per_peer * sizes.parameters_group)
+    fetched_fp32 = sizes.round_bytes_fp32 - own_in_fp32
     ratio = fetched_fp32 / fetched if fetched else 1.0
     return [
         ("parameters", f"{count_text(sizes.parameters)}, {count_text(sizes.parameters_active)} active for a token"),
@@ -100,7 +104,7 @@ def size_rows(manifest: Manifest) -> list[tuple[str, str]]:
         ("a peer sends", f"about {bytes_text(sizes.contribution_bytes)} a round, with {owned}"),
         (
             "and fetches",
-            f"about {bytes_text(fetched)} a round, with {manifest.ownership.min_peers} peers "
+            f"about {bytes_text(fetched)} a round, with {peers} peers "
             f"({bytes_text(fetched_fp32)} in fp32, {ratio:.1f} times as much)",
         ),
         ("", "and passes on about as much as it fetches"),

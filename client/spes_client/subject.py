@@ -49,13 +49,17 @@ class Subject:
 
     @property
     def sequences(self) -> int:
-        """A peer's batch in a step of the first phase, in sequences; one where no phase says."""
-        return self.phases[0].batch_sequences if self.phases else 1
+        """A peer's batch in a step of the phase with the largest, in sequences; one where no phase says."""
+        return max((phase.batch_sequences for phase in self.phases), default=1)
 
     @property
     def senders(self) -> int:
         """How many shared sections travel in a round."""
         return min(self.peers, self.shared_quota)
+
+    def share(self) -> dict[str, int]:
+        """One peer's part in a round, as `core.plan` takes it."""
+        return {"peers": self.peers, "groups": self.groups, "owned": self.owned, "senders": self.senders}
 
     def files(self) -> Files:
         """Exact sizes of the run's states and blobs; a group counts as large as group 0, as all are alike."""

@@ -289,15 +289,22 @@ class Traffic:
     """
 
     contribution: int
+    """With a shared section in it."""
     received: int
     sent: int
 
 
-def traffic(files: Files, *, peers: int, groups: int, owned: int) -> Traffic:
-    """A round of `peers` peers who own `groups` groups together, `owned` of them this one."""
-    contribution = files.shared_bytes + owned * files.group_bytes
-    received = (peers - 1) * files.shared_bytes + (groups - owned) * files.group_bytes
-    return Traffic(contribution=contribution, received=received, sent=(peers - 1) * contribution)
+def traffic(files: Files, *, peers: int, groups: int, owned: int, senders: int) -> Traffic:
+    """A round of `peers` peers who own `groups` groups together, `owned` of them this one.
+
+    `senders` of them are drawn to send their shared section (the manifest's `shared_quota`).
+    """
+    drawn = round(files.shared_bytes * senders / peers)  # of one peer, on average
+    return Traffic(
+        contribution=files.shared_bytes + owned * files.group_bytes,
+        received=(peers - 1) * drawn + (groups - owned) * files.group_bytes,
+        sent=(peers - 1) * (drawn + owned * files.group_bytes),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,12 +323,12 @@ class Disk:
         return self.states + self.blobs + self.trainer
 
 
-def disk(model: Model, files: Files, *, peers: int, groups: int, owned: int) -> Disk:
+def disk(model: Model, files: Files, *, peers: int, groups: int, owned: int, senders: int) -> Disk:
     """Two states and a third while it is written, two rounds' blobs (SPEC 8.4), the trainer's state twice while it is
     replaced: two moments, a residual and the one in case the contribution counts, fp32 each, and its blobs.
     """
     trained = cut(model, groups, owned).trained
-    blobs = peers * files.shared_bytes + groups * files.group_bytes
+    blobs = senders * files.shared_bytes + groups * files.group_bytes
     return Disk(
         states=3 * files.state_bytes,
         blobs=2 * blobs,

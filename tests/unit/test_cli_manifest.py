@@ -300,7 +300,7 @@ def test_what_a_peer_fetches_is_the_plans_figure(min_peers: int, quota: int, tmp
     plain["rounds"]["shared_quota"] = quota
     manifest = to_manifest(plain, _PEER)
     subject = of_manifest(manifest)
-    planned = traffic(subject.files(), peers=subject.senders, groups=subject.groups, owned=subject.owned)
+    planned = traffic(subject.files(), **subject.share())
     text = dict(size_rows(manifest))["and fetches"]
     assert text.startswith(f"about {bytes_text(planned.received)} a round, with {min_peers} peers")
 

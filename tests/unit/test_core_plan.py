@@ -69,8 +69,11 @@ def test_the_whole_is_the_sum_of_its_parts_and_grows_with_the_batch() -> None:
 
 def test_traffic_without_a_server() -> None:
     files = plan.Files(state_bytes=1000, shared_bytes=10, group_bytes=7)
-    each = plan.traffic(files, peers=4, groups=8, owned=2)
+    each = plan.traffic(files, peers=4, groups=8, owned=2, senders=4)
     assert (each.contribution, each.received, each.sent) == (24, 3 * 24, 3 * 24)
+    # A quarter of the peers' shared sections travel; who owns an even share still sends what it receives.
+    each = plan.traffic(dataclasses.replace(files, shared_bytes=100), peers=8, groups=8, owned=1, senders=2)
+    assert (each.contribution, each.received, each.sent) == (107, 7 * (25 + 7), 7 * (25 + 7))
 
 
 def test_rounds_of_a_schedule() -> None:
