@@ -1,1 +1,5 @@
-"""The network behind one interface: libp2p's daemon, calls and streams, blobs, the DHT."""
+"""The network, behind one interface (`transport.py`)."""
+
+from spes_p2p.net.hivemind_imports import keep_lean
+
+keep_lean()  # before any module in here imports hivemind
