@@ -39,15 +39,15 @@ NOTICE_SECONDS = 2.0
 """How long after a failed collective it may take until the process behind it is known to have ended."""
 
 END_SECONDS = 20.0
-"""How long a process may take to end."""
+"""How long `on_end` may take to end this process."""
 
 
 class Followers:
     """Ranks 1 and up, started with this program's own flags. They end with the thread that makes this object."""
 
-    def __init__(self, count: int, on_end: Callable[[int, int], NoReturn]) -> None:
-        """`on_end(rank, exit code)`, in a thread, when one ends that was not told to; it must end this process."""
-        self._directory = tempfile.TemporaryDirectory(prefix="spes-ranks-")
+    def __init__(self, count: int, directory: Path, on_end: Callable[[int, int], NoReturn]) -> None:
+        """They meet in `directory`. `on_end(rank, exit code)`, in a thread, when one ends: it must end this process."""
+        self._directory = tempfile.TemporaryDirectory(prefix="ranks-", dir=directory)
         self.meeting = Path(self._directory.name) / "store"
         self._on_end = on_end
         self._closing = False
@@ -83,21 +83,12 @@ class Followers:
                 continue
 
     def close(self) -> None:
-        """End them: by the end of their rounds, else by force."""
+        """End them, by force: in the middle of a round they wait for this process, and have nothing to lose."""
         self.yield_to_their_end(0.0)
         self._closing = True
         for process in self._processes:
-            assert process.stdin is not None
-            try:
-                process.stdin.close()
-            except BrokenPipeError:
-                continue
-        for process in self._processes:
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
         self._directory.cleanup()
 
 

@@ -65,7 +65,8 @@ class Learner:
             else:
                 del self._model  # its memory is needed for the next one
                 self._model = self._make(task.groups)
-        self._model.load(_Start(start, self.ranks, {name for name in start if self._is_owned(name, task)}))
+        owned = {group_section(group) for group in task.groups}
+        self._model.load(_Start(start, self.ranks, {name for name in start if self._sections[name] in owned}))
         adamw = make_adamw(self._model, self._manifest.optimizer, moments)
         result = train_round(
             model=self._model,
@@ -79,9 +80,6 @@ class Learner:
             ranks=self.ranks,
         )
         return result, moments_of(self._model, adamw)
-
-    def _is_owned(self, name: str, task: pb.TrainRound) -> bool:
-        return self._sections[name] in {group_section(group) for group in task.groups}
 
     def trained(self, name: str) -> FloatArray:
         """A trained parameter's values after the round."""

@@ -49,7 +49,9 @@ def work(options: Options) -> int:
     try:
         check_devices(options, RunDir.open(options.run_dir).manifest.record)
         if options.devices > 1:
-            followers = Followers(options.devices, lambda rank, code: _follower_ended(link, rank, code))
+            followers = Followers(
+                options.devices, options.socket.parent, lambda rank, code: _follower_ended(link, rank, code)
+            )
             options = replace(options, meeting=followers.meeting)
         Trainer(options, link, followers).run()
     except StoppedError:

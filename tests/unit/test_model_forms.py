@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,12 @@ PATHS = [
     *(replace(engine, recompute=True) for engine in FROZEN),
     *(replace(e, gradients="bf16") for e in FROZEN),
 ]
+COMPILED = pytest.param(
+    Engine(compile=True, recompute=True),
+    marks=pytest.mark.skipif(
+        shutil.which("g++") is None, reason="torch compiles for a CPU with g++, which is not here"
+    ),
+)
 
 
 def label(engine: Engine) -> str:
@@ -48,7 +55,7 @@ def loaded(engine: Engine, owned: tuple[int, ...] = OWNED) -> MoE:
     return moe
 
 
-@pytest.mark.parametrize("engine", PATHS, ids=label)
+@pytest.mark.parametrize("engine", [*PATHS, COMPILED], ids=label)
 def test_gradients_of_every_path_equal_the_dense_float64_reference(engine: Engine) -> None:
     moe = loaded(engine)
     state = {name: values.double().requires_grad_() for name, values in values_of(moe).items()}
