@@ -323,9 +323,11 @@ def _render_value(
 def read(path: Path) -> dict[str, Any]:
     """The nested dicts of a TOML file. Raises `UserError` when it cannot be read or is no TOML."""
     try:
-        if path.stat().st_size > TOML_BYTES_MAX:
+        with path.open("rb") as file:
+            data = file.read(TOML_BYTES_MAX + 1)  # a device has no size, and no end
+        if len(data) > TOML_BYTES_MAX:
             raise UserError(f"{path} is larger than any manifest; give the TOML file that `spes run new` wrote")
-        return tomllib.loads(path.read_bytes().decode())
+        return tomllib.loads(data.decode())
     except FileNotFoundError:
         raise UserError(f"no file {path}; write one with: spes run new --preset tiny -o {path}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -165,9 +165,11 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 def _read_config(path: Path, directory: Path) -> Any:
     try:
-        if path.stat().st_size > CONFIG_BYTES_MAX:
+        with path.open("rb") as file:
+            data = file.read(CONFIG_BYTES_MAX + 1)
+        if len(data) > CONFIG_BYTES_MAX:
             raise UserError(f"{path} is larger than any configuration")
-        return json.loads(path.read_bytes())
+        return json.loads(data)
     except OSError as error:
         raise UserError(
             f"cannot read {path}: {error.strerror}; write a checkpoint with: spes export RUN {directory}"

@@ -134,6 +134,12 @@ def change_config(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
+def endless(path: Path) -> None:
+    """In a file's place a device that never ends."""
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
 def change_tensor(alter: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         tensors = load_torch(folder / "model.safetensors")
@@ -163,6 +169,7 @@ def test_an_export_that_says_the_rotary_base_once_is_read(small: Path, tmp_path:
             lambda folder: (folder / "config.json").write_text(" " * 2**21),
             "config.json is larger than any configuration",
         ),
+        (lambda folder: endless(folder / "config.json"), "config.json is larger than any configuration"),
         (change_config(eos_token_id="end"), "eos_token_id = 'end': expected a token below vocab_size = 300"),
         (change_config(eos_token_id=-1), "eos_token_id = -1: expected a token below vocab_size = 300"),
         (change_config(eos_token_id=300), "eos_token_id = 300: expected a token below vocab_size = 300"),

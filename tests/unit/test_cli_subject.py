@@ -72,6 +72,12 @@ def test_a_draft_with_a_wrong_value_is_named_by_its_key(spes: Spes, tmp_path: Pa
     assert result.error.startswith(f"{key} = ")
 
 
+def test_a_draft_that_never_ends_is_refused(spes: Spes, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").symlink_to("/dev/zero")
+    result = spes("plan", "--manifest", "run.toml")
+    assert (result.code, "run.toml is larger than any manifest" in result.error) == (2, True)
+
+
 def test_what_a_run_lets_one_peer_own_holds_for_fewer_peers_too(spes: Spes, tmp_path: Path) -> None:
     plain = new_manifest("1b")
     (tmp_path / "open.toml").write_text(render(plain))
