@@ -172,11 +172,13 @@ def _torch_part(
 @contextlib.contextmanager
 def _process(request: str) -> Iterator[IO[str]]:
     """The measuring process' output; it is ended when the block ends, and after `SECONDS_MAX` in any case."""
+    from spes_p2p.peer.trainer_link import in_order_of_cards
+
     command = [sys.executable, "-m", "spes_p2p.train.bench"]
     # Its own session: Ctrl-C in the terminal is for this program, which ends the other.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        stderr=None if ui.debugging() else subprocess.DEVNULL,
+        stderr=None if ui.debugging() else subprocess.DEVNULL, env=in_order_of_cards(os.environ),
     )  # fmt: skip
     watch = threading.Timer(SECONDS_MAX, process.kill)
     watch.daemon = True

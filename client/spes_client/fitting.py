@@ -15,6 +15,7 @@ from spes_client.machine import Machine, look, memory_text
 from spes_client.subject import Subject, of_manifest
 from spes_p2p.core import plan
 from spes_p2p.core.choice import Choice, Wish, choose, in_words
+from spes_p2p.core.engine import NARROW_BETA_MAX
 from spes_p2p.core.plan import Device
 from spes_protocols.errors import UserError
 
@@ -34,12 +35,15 @@ def fit(manifest: Manifest, options: PeerOptions, say: Callable[[str], None]) ->
     if device == "cuda" and machine.card is None:
         return options  # its driver does not say what it has: the trainer will find out
     wish = replace(options.trainer.engine, groups=options.groups)
+    possible = wish
+    if wish.moments is None and max(manifest.optimizer.beta1, manifest.optimizer.beta2) > NARROW_BETA_MAX:
+        possible = replace(wish, moments="fp32")
     devices = options.trainer.devices
     if device == "cuda" and 1 < devices > len(machine.cards):
         raise UserError(
             f"{devices} GPUs were asked for, and {len(machine.cards)} are usable here: use fewer with --gpus"
         )
-    choice = _choice(subject, machine, device, devices, wish)
+    choice = _choice(subject, machine, device, devices, possible)
     for line in _lines(subject, machine, device, devices, wish, choice):
         say(line)
     known = measured.load(options.home)

@@ -22,6 +22,11 @@ GRADIENTS: tuple[Gradients, ...] = ("fp32", "bf16")
 BLOCK = 128
 """Elements that share one fp32 scale where something is kept in int8."""
 
+NARROW_BETA_MAX = 0.955
+"""The largest decay of either of AdamW's moments for 8 bits. Above 10^(-5/252) = 0.9553 for the first and 10^(-5/254) =
+0.9557 for the second, a moment would be rounded back to where it was (`model/moments.py`), for as long as its block's
+largest stays."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:

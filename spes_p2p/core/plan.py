@@ -340,14 +340,13 @@ def disk(model: Model, files: Files, *, peers: int, groups: int, owned: int, sen
 def host_bytes(model: Model, groups: int, owned: int, *, device: Device, devices: int = 1) -> int:
     """Memory of all the peer's processes in the host, without what a CPU trains on (`device_memory`).
 
-    The trainer holds each trained parameter's residual, and once more as it is if the contribution counts; while a
-    section is coded, its deltas and what they decode to. The worker holds a tensor and the pieces it comes from, in
-    a round that merges also a layer's gates in int8. States are mapped files: the system takes their memory back.
+    While a tensor is coded, the trainer holds it with its state, delta and residual and what the delta decodes to. The
+    worker holds a tensor and the pieces it comes from, in a round that merges also a layer's gates in int8. States and
+    residuals are mapped files: the system takes their memory back.
     """
     parts = cut(model, groups, owned)
-    section = max(parts.shared.parameters, (parts.parameters - parts.shared.parameters) // groups if owned else 0)
     gates = model.num_experts * model.hidden_size * model.intermediate_size
-    trainer = devices * PROCESS_BYTES[device] + FP32 * (2 * parts.trained + 2 * section)
+    trainer = devices * PROCESS_BYTES[device] + 5 * FP32 * parts.largest
     return trainer + PEER_PROCESSES_BYTES + 2 * FP32 * parts.largest + gates
 
 

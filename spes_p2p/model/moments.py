@@ -3,8 +3,8 @@
 Block-wise 8-bit states are those of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022); the codes
 here are logarithmic instead of their dynamic tree, so that every value is off by the same few percent of itself and a
 moment without new gradients goes on falling from step to step rather than resting on a code: for betas of at most
-`BETA_MAX`, with which a step takes it more than half a code further. Of the second moment the square root is coded,
-which is what AdamW divides by, and never rounded to nothing: that division would blow up.
+`NARROW_BETA_MAX`, with which a step takes it more than half a code further. Of the second moment the square root is
+coded, which is what AdamW divides by, and never rounded to nothing: that division would blow up.
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ _DECADES = 5.0
 
 _STEPS = {"mean": 126, "square": 254}
 """Steps between the smallest and the largest code above zero: a sign and seven bits, or eight bits."""
-
-BETA_MAX = 0.955
-"""The largest decay of either moment for 8 bits. Above 10^(-5/252) = 0.9553 for the first and 10^(-5/254) = 0.9557 for
-the second a moment would be rounded back to where it was, and stay there for as long as its block's largest does."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Quantised:

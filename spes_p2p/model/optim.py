@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_step
 
-from spes_p2p.core.engine import BLOCK
+from spes_p2p.core.engine import BLOCK, NARROW_BETA_MAX
 from spes_p2p.model.moe import MoE
 from spes_p2p.model.moments import (
     INT8_ELEMENTS_MIN,
@@ -27,6 +27,7 @@ from spes_p2p.model.moments import (
     wide,
 )
 from spes_p2p.model.sharding import is_part, local, rows_of, summed
+from spes_protocols.errors import UserError
 from spes_protocols.manifest import Optimizer
 
 SLICE_ELEMENTS = 2**22
@@ -116,9 +117,15 @@ def make_adamw(model: MoE, config: Optimizer, moments: Mapping[str, Moments]) ->
     Weight decay touches every trainable parameter, norms and embeddings too, as in the paper, and no frozen one. The
     model's engine says what form moments and gradients have. Of a model in parts, moments are those of this process's
     parts (`moments_of`, `part_of`), and the optimiser is the one that steps through slices, which are plain tensors.
+    Raises `UserError` for 8-bit moments with betas that they cannot follow.
     """
     trainable = model.trainable()
     engine = model.engine
+    if engine.moments == "int8" and max(config.beta1, config.beta2) > NARROW_BETA_MAX:
+        raise UserError(
+            f"8-bit moments need betas of at most {NARROW_BETA_MAX}, and this run has {config.beta1} and "
+            f"{config.beta2}: use --moments fp32"
+        )
     options: dict[str, Any] = {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),

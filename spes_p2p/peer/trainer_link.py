@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -306,7 +307,12 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         with path.open("wb" if full else "ab") as log:
             # Its own session: Ctrl-C in the terminal is the peer's to handle.
             return await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=in_order_of_cards(os.environ),
             )
 
     async def _stop(self) -> None:
@@ -323,6 +329,11 @@ class TrainerLink(control_pb2_grpc.TrainingServicer):
         except TimeoutError:
             process.kill()
             await process.wait()
+
+
+def in_order_of_cards(environment: Mapping[str, str]) -> dict[str, str]:
+    """With the cards numbered as `nvidia-smi` numbers them, by which they are planned; CUDA's own order is by speed."""
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **environment}
 
 
 def engine_flags(engine: Wish) -> list[str]:

@@ -20,13 +20,13 @@ from typing import BinaryIO, NoReturn
 
 import numpy as np
 
-from spes_p2p.core.tensors import section_specs, tensor_specs
+from spes_p2p.core.tensors import tensor_specs
 from spes_p2p.net.launch import launch
 from spes_p2p.store.rundir import RunDir
 from spes_p2p.store.states import map_state
-from spes_p2p.train.learner import kept_sections, sections_of
+from spes_p2p.train.learner import kept_sections
 from spes_p2p.train.setup import EXIT_FAULT, Options, describe, make_learner
-from spes_p2p.train.state import load_state, parts_of, shape_in_file
+from spes_p2p.train.state import load_state
 from spes_protocols import control_pb2 as pb
 from spes_protocols.errors import SpesError
 
@@ -138,9 +138,4 @@ def _follow(options: Options, stream: BinaryIO) -> None:
             report=lambda step: None,
             should_cut=lambda: False,
         )
-        # What rank 0 writes, in its order: sections, then moments.
-        for section in sections_of(task):
-            for spec in section_specs(manifest.model, manifest.ownership.groups, section):
-                learner.trained(spec.name)
-        for kind, name, part in parts_of(moments):
-            learner.whole(name, part, shape_in_file(kind, shapes[name]))
+        learner.assist(moments, shapes)

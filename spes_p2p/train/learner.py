@@ -17,9 +17,13 @@ from spes_p2p.model.optim import make_adamw, moments_of, part_of
 from spes_p2p.model.sharding import gathered, local
 from spes_p2p.train.loop import RoundPlan, RoundResult, StepReport, train_round
 from spes_p2p.train.ranks import Ranks
+from spes_p2p.train.state import MOMENT_KINDS, parts_of, shape_in_file
 from spes_protocols import control_pb2 as pb
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import SHARED, group_section
+
+_WEIGHTS, _NOTHING = -1, -2
+"""Orders of rank 0 beside the numbers of `MOMENT_KINDS`."""
 
 
 class Learner:
@@ -30,6 +34,8 @@ class Learner:
         self._manifest = manifest
         self._engine = engine
         specs = tensor_specs(manifest.model, manifest.ownership.groups)
+        self._names = [spec.name for spec in specs]
+        self._numbers = {name: number for number, name in enumerate(self._names)}
         self._sections = {spec.name: spec.section for spec in specs}
         self._model = self._make(())
 
@@ -82,15 +88,35 @@ class Learner:
         return result, moments_of(self._model, adamw)
 
     def trained(self, name: str) -> FloatArray:
-        """A trained parameter's values after the round."""
-        parameter = self._model.get_parameter(name)
-        whole = gathered(local(parameter), parameter, tuple(parameter.shape))
-        array: FloatArray = whole.detach().cpu().numpy()
+        """A trained parameter's values after the round. For rank 0, while the others `assist`."""
+        self.ranks.order(self._numbers[name], _WEIGHTS)
+        array: FloatArray = self._weights(name).cpu().numpy()
         return array
 
-    def whole(self, name: str, part: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """All of what each process has a part of beside its part of parameter `name` (`sharding.gathered`)."""
+    def whole(self, kind: str, name: str, part: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """All of a moment (`state.parts_of`) that processes have parts of. For rank 0, while the others `assist`."""
+        self.ranks.order(self._numbers[name], MOMENT_KINDS.index(kind))
         return gathered(part, self._model.get_parameter(name), shape)
+
+    def finish(self) -> None:
+        """Rank 0 has all that it wants of this round."""
+        self.ranks.order(0, _NOTHING)
+
+    def assist(self, moments: Mapping[str, Moments], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Give rank 0 the parts that it asks for, until it has all."""
+        parts = {(kind, name): part for kind, name, part in parts_of(moments)}
+        while (order := self.ranks.ordered())[1] != _NOTHING:
+            name = self._names[order[0]]
+            if order[1] == _WEIGHTS:
+                self._weights(name)
+            else:
+                kind = MOMENT_KINDS[order[1]]
+                part = parts[kind, name]
+                gathered(part, self._model.get_parameter(name), shape_in_file(kind, shapes[name]))
+
+    def _weights(self, name: str) -> Tensor:
+        parameter = self._model.get_parameter(name)
+        return gathered(local(parameter), parameter, tuple(parameter.shape)).detach()
 
 
 class _Start(Mapping[str, FloatArray]):

@@ -72,6 +72,18 @@ class Ranks:
         dist.broadcast(flag, src=0)
         return bool(flag.item())
 
+    def order(self, first: int, second: int) -> None:
+        """Rank 0 tells the others two numbers, for which they wait with `ordered`."""
+        if self.mesh is not None:
+            dist.broadcast(torch.tensor([first, second], device=self.device), src=0)
+
+    def ordered(self) -> tuple[int, int]:
+        """What rank 0 tells."""
+        numbers = torch.zeros(2, dtype=torch.long, device=self.device)
+        dist.broadcast(numbers, src=0)
+        first, second = numbers.tolist()
+        return first, second
+
     def from_leader(self, values: FloatArray) -> FloatArray:
         """Rank 0's values of an array that all have in the same shape."""
         if self.mesh is None:

@@ -10,10 +10,11 @@ tensor without residual has zero.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,16 @@ _VERSION = "2"
 _VERSIONS = ("1", "2")
 """Files of version 1 have no 8-bit moments; otherwise they are the same."""
 
-_KINDS = ("mean", "square", "mean-scale", "square-scale", "residual", "counted")
+MOMENT_KINDS = ("mean", "square", "mean-scale", "square-scale")
 _DTYPES = {"float32": ("F32", 4), "int8": ("I8", 1), "uint8": ("U8", 1)}
-"""By torch's and numpy's names: safetensors' name and the bytes of an element."""
+"""By torch's names: safetensors' name and the bytes of an element."""
 
-_CODES = {"mean": np.dtype(np.int8), "square": np.dtype(np.uint8)}
+_ALLOWED = {
+    **dict.fromkeys(("residual", "counted", "mean-scale", "square-scale"), ("F32",)),
+    "mean": ("F32", "I8"),
+    "square": ("F32", "U8"),
+}
+"""By kind, the dtypes that a file may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +59,26 @@ class Pending:
     counted: Mapping[str, FloatArray]
 
 
+class Computed(Mapping[str, FloatArray]):
+    """Arrays by name that are there only when they are looked up, because all of them would not fit into memory."""
+
+    def __init__(self, names: Iterable[str], compute: Callable[[str], FloatArray]) -> None:
+        self._names = dict.fromkeys(names)
+        self._compute = compute
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # not by computing it
+
+    def __getitem__(self, name: str) -> FloatArray:
+        return self._compute(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 @dataclass(kw_only=True)
 class TrainerState:
     """Moments and residuals by tensor name, and the pending contribution.
@@ -61,7 +87,7 @@ class TrainerState:
     """
 
     moments: dict[str, Moments] = field(default_factory=dict)
-    residuals: dict[str, FloatArray] = field(default_factory=dict)
+    residuals: Mapping[str, FloatArray] = field(default_factory=dict)
     pending: Pending | None = None
 
     def settle(self, outcome: pb.Outcome, counted: Collection[str], section_of: Callable[[str], str]) -> None:
@@ -72,13 +98,14 @@ class TrainerState:
         """
         if self.pending is None:
             return
+        residuals = dict(self.residuals)
         for name, residual in self.pending.counted.items():
             section = section_of(name)
             if outcome == pb.COUNTED and section in counted:
-                self.residuals[name] = residual
+                residuals[name] = residual
             elif outcome == pb.REFUSED and section != SHARED:
-                self.residuals.pop(name, None)
-        self.pending = None
+                residuals.pop(name, None)
+        self.residuals, self.pending = residuals, None
 
     def clear(self) -> None:
         """Begin anew: what was learned belongs to a branch of the ledger that is no longer in force (SPEC 6.8)."""
@@ -90,12 +117,12 @@ class TrainerState:
         self.residuals = {name: value for name, value in self.residuals.items() if name in names}
 
 
-Whole = Callable[[str, torch.Tensor, tuple[int, ...]], torch.Tensor]
-"""(parameter, a part of something that belongs to it, the whole's shape) --> the whole, where processes have parts."""
+Whole = Callable[[str, str, torch.Tensor, tuple[int, ...]], torch.Tensor]
+"""(kind of moment, parameter, a part of it, the whole's shape) --> the whole, where processes have parts."""
 
 
 def parts_of(moments: Mapping[str, Moments]) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(kind in the file, parameter, tensor) of all moments, in the order of the file."""
+    """(kind in the file, parameter, tensor) of all moments."""
     for name, kept in moments.items():
         for kind, moment in (("mean", kept.mean), ("square", kept.square)):
             if isinstance(moment, Quantised):
@@ -107,65 +134,71 @@ def parts_of(moments: Mapping[str, Moments]) -> Iterator[tuple[str, str, torch.T
 
 def save_state(
     state: TrainerState, directory: Path, shapes: Mapping[str, tuple[int, ...]], whole: Whole | None = None
-) -> None:
-    """Write the state, whole or not at all. Raises `UserError` when the disk is full or not writable.
+) -> TrainerState:
+    """Write the state, whole or not at all, and return it with the file's arrays in place of those in memory.
 
-    `shapes` are those of the run's tensors. With `whole`, each moment is made whole when it is its turn.
+    `shapes` are those of the run's tensors. Arrays are asked for one at a time, each once, a tensor's residuals one
+    after the other; with `whole`, each moment is made whole when it is its turn. Raises `UserError` when the disk is
+    full or not writable.
     """
-    tensors: dict[str, torch.Tensor | FloatArray] = {f"{kind}/{name}": t for kind, name, t in parts_of(state.moments)}
-    for name, residual in state.residuals.items():
-        tensors[f"residual/{name}"] = residual
     metadata = {
         "version": _VERSION,
         "steps": json.dumps({name: moments.steps for name, moments in state.moments.items()}),
     }
     if state.pending is not None:
-        for name, residual in state.pending.counted.items():
-            tensors[f"counted/{name}"] = residual
         metadata["task"] = state.pending.task.SerializeToString().hex()
         metadata["done"] = state.pending.done.SerializeToString().hex()
     make_directory(directory)
+    path = directory / FILE_NAME
     with NewFile(directory) as file:
-        file.write(_header(tensors, metadata, shapes))
-        for key, tensor in tensors.items():
+        file.write(_header([(kind, name, dtype) for kind, name, dtype, _ in _entries(state)], metadata, shapes))
+        for kind, name, _, read in _entries(state):
+            tensor = read()
             if whole is not None and isinstance(tensor, torch.Tensor):
-                kind, _, name = key.partition("/")
-                tensor = whole(name, tensor, shape_in_file(kind, shapes[name]))
-            array = _host(tensor)
+                tensor = whole(kind, name, tensor, shape_in_file(kind, shapes[name]))
+            array = tensor.detach().cpu().numpy() if isinstance(tensor, torch.Tensor) else tensor
             little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
             file.write(little.reshape(-1).view(np.uint8).data)
-        file.publish(directory / FILE_NAME)
+        file.publish(path)
+    arrays = _mapped(path)
+    pending = state.pending and replace(state.pending, counted=arrays["counted"])
+    return TrainerState(moments=state.moments, residuals=arrays["residual"], pending=pending)
+
+
+Read = Callable[[], "torch.Tensor | FloatArray"]
+
+
+def _entries(state: TrainerState) -> Iterator[tuple[str, str, str, Read]]:
+    """(kind, parameter, dtype, how to get it) of all that the file holds, in its order: what is mapped comes first."""
+    counted: Mapping[str, FloatArray] = {} if state.pending is None else state.pending.counted
+    assert counted.keys() <= state.residuals.keys(), "each tensor that was sent has a residual for when it was missed"
+    for name in state.residuals:
+        yield "residual", name, "float32", functools.partial(state.residuals.__getitem__, name)
+        if name in counted:
+            yield "counted", name, "float32", functools.partial(counted.__getitem__, name)
+    for kind, name, tensor in parts_of(state.moments):
+        yield kind, name, str(tensor.dtype).removeprefix("torch."), lambda tensor=tensor: tensor
 
 
 def _header(
-    tensors: Mapping[str, torch.Tensor | FloatArray],
-    metadata: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
+    entries: Sequence[tuple[str, str, str]], metadata: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
 ) -> bytes:
-    """A safetensors header for tensors one after another, so that each leaves the GPU only when it is written."""
-    entries: dict[str, object] = {"__metadata__": metadata}
+    """A safetensors header for tensors one after another, so that each is in memory only when it is written."""
+    table: dict[str, object] = {"__metadata__": metadata}
     offset = 0
-    for name, tensor in tensors.items():
-        dtype, size = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
-        kind, _, parameter = name.partition("/")
-        shape = shape_in_file(kind, shapes[parameter])
+    for kind, name, dtype in entries:
+        label, size = _DTYPES[dtype]
+        shape = shape_in_file(kind, shapes[name])
         end = offset + size * math.prod(shape)
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        table[f"{kind}/{name}"] = {"dtype": label, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _host(tensor: torch.Tensor | FloatArray) -> np.ndarray[Any, Any]:
-    if isinstance(tensor, torch.Tensor):
-        array: np.ndarray[Any, Any] = tensor.detach().cpu().numpy()
-        return array
-    return tensor
-
-
 def load_state(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> TrainerState:
-    """The saved state, or an empty one if there is none, in the host's memory.
+    """The saved state, or an empty one if there is none: moments in the host's memory, all else mapped from the file.
 
     `shapes` are those of the run's tensors. Raises `IntegrityError` when the file is damaged or of another model.
     """
@@ -174,33 +207,30 @@ def load_state(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Traine
         return TrainerState()
     try:
         with safe_open(path, framework="numpy") as file:
-            return _read(file, shapes)
+            return _read(file, path, shapes)
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         detail = f"{type(error).__name__} {error}; delete the file to train on with fresh moments"
         raise IntegrityError("trainer state", str(path), detail) from None
 
 
-def _read(file: Any, shapes: Mapping[str, tuple[int, ...]]) -> TrainerState:
+def _read(file: Any, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> TrainerState:
     metadata = file.metadata() or {}
     if metadata.get("version") not in _VERSIONS:
         raise ValueError(f"version {metadata.get('version')!r} where {_VERSION!r} is known")
-    arrays: dict[str, dict[str, np.ndarray[Any, Any]]] = {kind: {} for kind in _KINDS}
+    kept: dict[str, dict[str, np.ndarray[Any, Any]]] = {kind: {} for kind in MOMENT_KINDS}
     for key in file.keys():  # noqa: SIM118 (the file is no mapping)
         kind, _, name = key.partition("/")
-        array = file.get_tensor(key)
+        part = file.get_slice(key)
         shape = shape_in_file(kind, shapes[name])
-        allowed = (np.dtype(np.float32), _CODES.get(kind))
-        if array.shape != shape or array.dtype not in allowed:
-            raise ValueError(f"{key} is {array.dtype} {array.shape} where the model has {shape}")
-        arrays[kind][name] = array
+        if tuple(part.get_shape()) != shape or part.get_dtype() not in _ALLOWED[kind]:
+            raise ValueError(f"{key} is {part.get_dtype()} {tuple(part.get_shape())} where the model has {shape}")
+        if kind in kept:
+            kept[kind][name] = file.get_tensor(key)
     moments = {
-        name: Moments(
-            steps=int(steps),
-            mean=_moment(arrays, "mean", name),
-            square=_moment(arrays, "square", name),
-        )
+        name: Moments(steps=int(steps), mean=_moment(kept, "mean", name), square=_moment(kept, "square", name))
         for name, steps in json.loads(metadata["steps"]).items()
     }
+    arrays = _mapped(path)
     pending = None
     if "task" in metadata:
         pending = Pending(
@@ -209,6 +239,19 @@ def _read(file: Any, shapes: Mapping[str, tuple[int, ...]]) -> TrainerState:
             counted=arrays["counted"],
         )
     return TrainerState(moments=moments, residuals=arrays["residual"], pending=pending)
+
+
+def _mapped(path: Path) -> dict[str, dict[str, FloatArray]]:
+    """Residuals and counted ones of a file that is known to be sound, by name: the system takes their memory back."""
+    data = np.memmap(path, np.uint8, "r")
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    found: dict[str, dict[str, FloatArray]] = {"residual": {}, "counted": {}}
+    for key, entry in json.loads(data[8 : 8 + length].tobytes()).items():
+        kind, _, name = key.partition("/")
+        if kind in found:
+            start, stop = (8 + length + offset for offset in entry["data_offsets"])
+            found[kind][name] = np.asarray(data[start:stop]).view("<f4").reshape(entry["shape"])
+    return found
 
 
 def shape_in_file(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ loses at most the local steps since the last round and never forgets what was pu
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import sys
 import time
@@ -21,22 +20,22 @@ import torch
 
 from spes_p2p.core.peaks import known_peak, utilisation
 from spes_p2p.core.plan import step_flops_per_token
-from spes_p2p.core.tensors import section_specs, tensor_specs
+from spes_p2p.core.tensors import tensor_specs
 from spes_p2p.data.batches import TokenData
 from spes_p2p.data.sources import StoppedError
-from spes_p2p.delta.codecs import encode_section
-from spes_p2p.delta.feedback import Outcome, owned_delta, owned_difference, owned_start, shared_delta, shared_residual
+from spes_p2p.delta.feedback import owned_start
 from spes_p2p.delta.numeric import FloatArray
 from spes_p2p.model.moments import Moments
 from spes_p2p.store.files import remove_unfinished
 from spes_p2p.store.rundir import RunDir
 from spes_p2p.store.states import map_state
+from spes_p2p.train.contribution import Contribution, file_digest
 from spes_p2p.train.followers import Followers
 from spes_p2p.train.learner import kept_sections, plan_of, sections_of
 from spes_p2p.train.link import Link
 from spes_p2p.train.loop import RoundResult, StepReport
 from spes_p2p.train.setup import EXIT_FAULT, EXIT_MEMORY, Options, check_devices, describe, make_learner
-from spes_p2p.train.state import Pending, load_state, save_state
+from spes_p2p.train.state import Computed, Pending, TrainerState, load_state, save_state
 from spes_protocols import control_pb2 as pb
 from spes_protocols.errors import DiskFullError, SpesError, UserError
 from spes_protocols.messages import SHARED
@@ -168,11 +167,11 @@ class Trainer:
 
         state = map_state(Path(task.state_path), list(self._shapes.items()))
         started = time.perf_counter()
-        result, self._state.moments = self._local_steps(task, state | self._exact_weights(state))
+        result, self._state.moments = self._local_steps(task, self._exact_weights(state))
         trained = time.perf_counter()
 
-        counted: dict[str, FloatArray] = {}
-        files = [self._encode(task, section, state, counted) for section in sections_of(task)]
+        contribution = Contribution(task, state, self._state.residuals, self._learner, self._manifest)
+        files = [contribution.encode(section) for section in sections_of(task)]
         done = pb.RoundDone(
             round=task.round,
             epoch=task.epoch,
@@ -183,8 +182,17 @@ class Trainer:
             train_seconds=trained - started,
             encode_seconds=time.perf_counter() - trained,
         )
-        self._state.pending = Pending(task=task, done=done, counted=counted)
-        save_state(self._state, self._run.optim_dir, self._shapes, self._learner.whole)
+        self._state = save_state(
+            TrainerState(
+                moments=self._state.moments,
+                residuals=contribution.missed,
+                pending=Pending(task=task, done=done, counted=contribution.counted),
+            ),
+            self._run.optim_dir,
+            self._shapes,
+            self._learner.whole,
+        )
+        self._learner.finish()
         return done
 
     def _settle(self, task: pb.TrainRound) -> None:
@@ -201,13 +209,13 @@ class Trainer:
         for section in pending.done.sections:
             Path(section.path).unlink(missing_ok=True)
 
-    def _exact_weights(self, state: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
-        """W of the owned experts where it differs from the ledger's state."""
-        return {
-            name: owned_start(state[name], difference)
-            for name, difference in self._state.residuals.items()
-            if self._sections[name] != SHARED
-        }
+    def _exact_weights(self, state: Mapping[str, FloatArray]) -> Mapping[str, FloatArray]:
+        """Where the round starts: S_r, and W of the owned experts where it differs from that."""
+        residuals = self._state.residuals
+        different = {name for name in residuals if self._sections[name] != SHARED}
+        return Computed(
+            state, lambda name: owned_start(state[name], residuals[name]) if name in different else state[name]
+        )
 
     def _local_steps(
         self, task: pb.TrainRound, start: Mapping[str, FloatArray]
@@ -241,34 +249,6 @@ class Trainer:
             should_cut=lambda: self._link.inbox.should_cut(task),
         )
 
-    def _encode(
-        self, task: pb.TrainRound, section: str, state: Mapping[str, FloatArray], counted: dict[str, FloatArray]
-    ) -> pb.SectionFile:
-        """Write one section's blob; its residuals go to `counted` and, for an owned group, to the state (missed)."""
-        manifest = self._manifest
-        specs = section_specs(manifest.model, manifest.ownership.groups, section)
-        residuals = self._state.residuals
-        codec = manifest.codecs.of(section)
-        deltas: dict[str, FloatArray] = {}
-        for spec in specs:
-            trained = self._learner.trained(spec.name)
-            if section == SHARED:
-                residual = residuals.setdefault(spec.name, np.zeros(spec.shape, np.float32))
-                deltas[spec.name] = shared_delta(trained, state[spec.name], residual)
-            else:
-                deltas[spec.name] = owned_delta(trained, state[spec.name])
-        path = Path(task.out_dir) / f"{task.round}-{section.replace('/', '-')}.safetensors"
-        decoded = encode_section(specs, deltas, codec, path)
-        for name, delta in deltas.items():
-            if section == SHARED:
-                counted[name] = shared_residual(delta, decoded[name], residuals[name], Outcome.COUNTED)
-            else:
-                counted[name] = owned_difference(delta, decoded[name], Outcome.COUNTED)
-                residuals[name] = owned_difference(delta, decoded[name], Outcome.MISSED)
-        return pb.SectionFile(
-            name=section, codec=codec, path=str(path), digest=_file_digest(path), size=path.stat().st_size
-        )
-
     def _report_data(self, what: str, fraction: float) -> None:
         self._link.inbox.check_stop()
         self._link.progress(pb.Progress(text=f"{what} ({fraction:.0%})"), last=fraction >= 1.0)
@@ -293,11 +273,6 @@ def _question(task: pb.TrainRound) -> pb.TrainRound:
     return question
 
 
-def _file_digest(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
-
-
 def _is_intact(section: pb.SectionFile) -> bool:
     path = Path(section.path)
-    return path.is_file() and _file_digest(path) == section.digest
+    return path.is_file() and file_digest(path) == section.digest

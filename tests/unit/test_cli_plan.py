@@ -302,6 +302,18 @@ def test_join_keeps_what_was_asked_for_and_says_that_it_does_not_fit(
     assert options.groups == 4 and options.trainer.engine.frozen == "bf16" and options.trainer.engine.moments == "fp32"
 
 
+def test_join_keeps_fp32_moments_where_8_bits_could_not_follow_them(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    narrow, _ = fitted(manifest, a_machine(card_gib=9), monkeypatch, tmp_path)
+    assert narrow.trainer.engine.moments == "int8"
+    slow = dataclasses.replace(manifest, optimizer=dataclasses.replace(manifest.optimizer, beta2=0.99))
+    wide, _ = fitted(slow, a_machine(card_gib=9), monkeypatch, tmp_path)
+    assert wide.trainer.engine.moments == "fp32"
+    with pytest.raises(UserError, match="does not fit into this machine"):
+        fitted(slow, a_machine(card_gib=3), monkeypatch, tmp_path)
+
+
 def test_join_on_several_cards(manifest: Manifest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first = Card(name="Card 9", total_bytes=24 * GIB, free_bytes=23 * GIB)
     here = dataclasses.replace(a_machine(card_gib=24), cards=(first, dataclasses.replace(first, free_bytes=20 * GIB)))
@@ -360,7 +372,7 @@ def test_join_refuses_where_nothing_fits(manifest: Manifest, monkeypatch: pytest
 def test_join_on_a_cpu_with_little_memory_warns(
     manifest: Manifest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    _, lines = fitted(manifest, a_machine(host_gib=10), monkeypatch, tmp_path)
-    assert lines[0].startswith("CPU, 10.0 GiB of memory free: ") and "memory is tight" in lines[1]
+    _, lines = fitted(manifest, a_machine(host_gib=8), monkeypatch, tmp_path)
+    assert lines[0].startswith("CPU, 8.0 GiB of memory free: ") and "memory is tight" in lines[1]
     _, lines = fitted(manifest, a_machine(host_gib=200), monkeypatch, tmp_path)
     assert len(lines) == 1
