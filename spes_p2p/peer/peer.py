@@ -61,6 +61,9 @@ SAME_LINE_SECONDS = 60.0
 KEEP_SECONDS = 1.0
 """Pause before work that failed is begun again."""
 
+DIRECTORY_TRIES = 8
+"""Each waits some ten seconds for a daemon that is being started again."""
+
 ERRORS_KEPT = 20
 
 
@@ -183,11 +186,19 @@ class Peer:
         await self.catching_up.join()
 
     async def _join_directory(self, peers: list[str]) -> None:
-        """Join the DHT; without anybody to join through, wait to be found."""
-        try:
-            self._directory = await Directory.create(self.transport, self.identity, peers)
-        except NetworkError:
-            self._directory = await Directory.create(self.transport, self.identity)
+        """Join the DHT; without anybody to join through, wait to be found.
+
+        A daemon that ends meanwhile is started again, and that is waited for; for ever it is not.
+        """
+        for attempt in range(DIRECTORY_TRIES):
+            try:
+                through = [] if attempt % 2 else peers
+                self._directory = await Directory.create(self.transport, self.identity, through)
+                break
+            except NetworkError as error:
+                if attempt + 1 == DIRECTORY_TRIES:
+                    raise
+                self.note(f"joining the directory: {error}")
         self.contacts.directory = RunDirectory(self._directory, self.run_dir.run_id)
 
     async def _unless_left(self, work: Coroutine[Any, Any, None]) -> bool:
@@ -293,7 +304,10 @@ class Peer:
             if not self._finished.is_set():
                 self._say(status.round_line(step, self.identity.peer_id, loss))
         if step is not None and step.opening is not None:
-            await self.catching_up.drop_other_states()
+            try:
+                await self.catching_up.drop_other_states()
+            except SpesError as error:  # what else a new head brings must not wait for a damaged file
+                self.note(f"removing states of another branch: {error}")
             self._say(status.opening_line(step))
         if step is not None and self.options.computes and not self._is_over():
             head = self.chain.head

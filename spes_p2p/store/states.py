@@ -308,7 +308,12 @@ class StateStore:
 
     def total_bytes(self) -> int:
         """What the directory takes on disk, downloads as far as they have come, in bytes."""
-        return sum(entry.stat().st_blocks * 512 for entry in os.scandir(self.directory) if entry.is_file())
+        total = 0
+        with os.scandir(self.directory) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # a download that has just become a state, say
+                    total += entry.stat().st_blocks * 512 if entry.is_file() else 0
+        return total
 
     def index_bytes(self, round: int) -> bytes:
         """The index of S_round as it is on disk, unchecked; nothing if it is not here."""

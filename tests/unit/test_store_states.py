@@ -1,5 +1,6 @@
 """Global states: streamed out, mapped in, sent leaf by leaf, and every damaged byte found."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -81,6 +82,17 @@ def test_a_state_that_is_not_committed_leaves_nothing(store: StateStore) -> None
         writer.add("b", ARRAYS["b"])
     with store.writer(1) as writer, pytest.raises(AssertionError, match="float64"):
         writer.add("a", ARRAYS["a"].astype(np.float64))
+
+
+def test_what_goes_while_it_is_counted_is_no_error(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(store, 1)
+    write(store, 2)
+    before = store.total_bytes()
+    with os.scandir(store.directory) as entries:
+        listed = list(entries)
+    store.remove(1)
+    monkeypatch.setattr(os, "scandir", lambda path: contextlib.nullcontext(listed))
+    assert 0 < store.total_bytes() < before
 
 
 def test_a_round_is_replaced_and_readers_keep_theirs(store: StateStore) -> None:
