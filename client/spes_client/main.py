@@ -14,6 +14,7 @@ from spes_client import (
     checkpoints,
     control_commands,
     demo,
+    doctor,
     events,
     keys_commands,
     lab,
@@ -23,7 +24,9 @@ from spes_client import (
 )
 from spes_client.ui import EXIT_CODES, Parser, run_program
 
-_COMMANDS = (plan, run_commands, keys_commands, control_commands, events, repair, checkpoints, bench, lab, demo)
+_COMMANDS = (
+    plan, run_commands, keys_commands, control_commands, doctor, events, repair, checkpoints, bench, lab, demo,
+)  # fmt: skip
 
 
 def build_parser() -> Parser:

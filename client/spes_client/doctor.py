@@ -1,0 +1,293 @@
+"""`spes doctor`: what stands between this machine and a run, before joining and any time later.
+
+    doctor_local, doctor_probes --Findings--> doctor_judge --rows--> a table, lines, or JSON
+
+Everything is looked at side by side, each with a deadline, and nothing is changed. Where a peer of this home runs, it
+is asked over its control socket; the probes have an identity of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spes_client import homes, ui
+from spes_client.machine import GPUS_MAX
+from spes_protocols.types import GROUPS_MAX
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from spes_client.doctor_findings import Findings
+    from spes_client.doctor_rows import Row
+    from spes_p2p.peer.options import PeerOptions
+    from spes_p2p.peer.remembered import Remembered
+    from spes_p2p.store.rundir import RunDir
+
+SECONDS_MAX = 17.0
+"""After so long what has not answered counts as unknown; ending the probes' own daemons may take a few more."""
+
+HOME_SECONDS = 4.0
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "unknown": "dim"}
+
+
+def register(subparsers: Any) -> None:
+    """Add `doctor`."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check this machine, its network and the way to a run",
+        description="Check this machine, its network and the way to a run, before joining and any time later. "
+        "Exits with 1 if something is a problem.",
+        epilog=ui.EXIT_CODES,
+    )
+    ui.flag(
+        parser, "--peer", action="append", metavar="ADDR",
+        help="address of any peer of the run; may be repeated (default: those that --dir remembers)",
+    )  # fmt: skip
+    ui.dir_flag(parser)
+    ui.flag(parser, "--listen", action="append", metavar="ADDR", help="multiaddr that spes-join is to listen on")
+    ui.flag(parser, "--relay", action="append", metavar="ADDR", help="relay to try; may be repeated")
+    ui.flag(
+        parser, "--groups", type=ui.whole_number(0, GROUPS_MAX), metavar="N", help="expert groups to own, as spes-join"
+    )
+    ui.flag(parser, "--device", type=ui.one_of("auto", "cpu", "cuda"), help="where to train, as spes-join")
+    ui.flag(parser, "--gpus", type=ui.whole_number(1, GPUS_MAX), metavar="N", help="GPUs to train on, as spes-join")
+    ui.flag(parser, "--disk", type=ui.whole_number(1, 1_000_000), metavar="GIB", help="disk to use, as spes-join")
+    ui.flag(parser, "--cache", type=ui.whole_number(1, 1_000_000), metavar="GIB", help="disk for data, as spes-join")
+    ui.json_flag(parser)
+    parser.set_defaults(handler=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from spes_client.doctor_judge import judge
+
+    home = homes.home_of(ui.home(args))
+    options = _options(args, home)
+    with ui.progress() as report:
+        report("looking at this machine and its network", -1.0)
+        looking = examine(home, args.peer or (), args.relay or (), options, is_listen_asked=bool(args.listen))
+        found = asyncio.run(looking)
+    rows = judge(found)
+    if args.json:
+        ui.print_json(as_plain(found, rows))
+    else:
+        show(rows, found.seconds)
+    return ui.EXIT_CHECK_FAILED if any(row.state == "problem" for row in rows) else ui.EXIT_OK
+
+
+def _options(args: argparse.Namespace, home: Path) -> PeerOptions:
+    """What `spes-join` would start with: the same flags, read by its own parser."""
+    from spes_client import join
+
+    argv = [f"--dir={home}", *(f"--listen={address}" for address in args.listen or ())]
+    given = [(name, getattr(args, name)) for name in ("groups", "device", "gpus", "disk", "cache")]
+    argv += [f"--{name}={value}" for name, value in given if value is not None]
+    return join.options_of(join.build_parser().parse_args(argv))
+
+
+async def examine(
+    home: Path,
+    peers: Sequence[str],
+    relays: Sequence[str],
+    options: PeerOptions,
+    *,
+    is_listen_asked: bool = False,
+    clock: Callable[[], float] = time.time,
+    seconds_max: float | None = None,
+) -> Findings:
+    """Look at everything, for at most `seconds_max` and a moment to end; what was found until then counts.
+
+    `seconds_max` None: `SECONDS_MAX`.
+    """
+    from spes_client.doctor_findings import Findings
+    from spes_p2p import __version__
+    from spes_p2p.net.frames import PROTOCOL
+
+    began = time.monotonic()
+    found = Findings(
+        home=home,
+        is_default_home=home == ui.default_home(),
+        program=f"spes {__version__}",
+        python=platform.python_version(),
+        protocol=PROTOCOL,
+    )
+    tasks: list[asyncio.Task[None]] = []
+    limit = asyncio.timeout(SECONDS_MAX if seconds_max is None else seconds_max)
+    try:
+        async with limit:
+            run, remembered = await _home(found)
+            work = _work(found, run, remembered, peers, relays, options, is_listen_asked, clock)
+            tasks += [asyncio.create_task(each) for each in work]
+            await asyncio.gather(*tasks)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        # what is missing is told as not known
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    found.seconds = time.monotonic() - began
+    return found
+
+
+async def _home(found: Findings) -> tuple[RunDir | None, Remembered]:
+    """The home first, for what it remembers is probed; a disk that does not answer ends that, not the rest."""
+    from spes_client.doctor_local import aside, ask_running, look_home
+    from spes_p2p.peer.remembered import Remembered
+
+    try:
+        async with asyncio.timeout(HOME_SECONDS):
+            run, remembered = await aside(lambda: look_home(found.home, found.home_found))
+    except TimeoutError:
+        return None, Remembered()
+    if run is not None:
+        found.run_id, found.manifest = run.run_id, run.manifest.record
+        found.run_name, found.organizer = run.manifest.record.name, run.manifest.signer
+        if found.running is not None:
+            await ask_running(run, found.running)
+    return run, remembered
+
+
+def _work(
+    found: Findings,
+    run: RunDir | None,
+    remembered: Remembered,
+    peers: Sequence[str],
+    relays: Sequence[str],
+    options: PeerOptions,
+    is_listen_asked: bool,
+    clock: Callable[[], float],
+) -> list[Coroutine[Any, Any, None]]:
+    """What is done side by side."""
+    from spes_client import doctor_local as local
+    from spes_client.doctor_probes import Questions, list_addresses, probe_network
+
+    machine, settled = found.machine, asyncio.Event()
+    questions = Questions(
+        given=tuple(peers), remembered=remembered.peers, relays=tuple(relays), clock=clock,
+        on_manifest=lambda manifest: settled.set(),
+    )  # fmt: skip
+    list_addresses(questions, found.home_found.peer, found)
+    if found.run_id is None and found.named_runs:
+        found.run_id = found.named_runs[0]
+    if found.manifest is not None:
+        settled.set()
+
+    async def network() -> None:
+        try:
+            await probe_network(questions, found)
+        finally:
+            settled.set()
+
+    async def fit() -> None:
+        await settled.wait()
+        manifest = found.manifest
+        if manifest is not None:
+            await local.aside(lambda: local.need_disk(manifest, options, machine))
+            if found.running is None:
+                await local.aside(lambda: local.look_fit(manifest, options, machine))
+
+    async def ports() -> None:
+        found.ports = await local.aside(lambda: local.look_ports(options.listen, is_listen_asked, remembered))
+
+    work: list[Coroutine[Any, Any, None]] = [
+        network(),
+        fit(),
+        ports(),
+        local.aside(lambda: local.look_files(machine)),
+        local.aside(lambda: local.look_disk(found.home, run, options, machine)),
+        local.aside(lambda: local.look_place(found.home, machine)),
+    ]
+    if run is None:
+        found.home_found.ledger = "none" if found.home_found.identity else ""
+    elif found.running is None:
+        work.append(local.aside(lambda: local.look_ledger(run, found.home_found)))
+    return work
+
+
+# ---- showing --------------------------------------------------------------------------------------------------------
+
+
+def as_plain(found: Findings, rows: Sequence[Row]) -> dict[str, Any]:
+    """Everything for scripts: the rows, how many of each state, and the figures of each peer."""
+    counts: Counter[str] = Counter(row.state for row in rows)
+    return {
+        "dir": found.home,
+        "run_id": found.run_id.hex() if found.run_id is not None else "",
+        "seconds": round(found.seconds, 1),
+        "counts": {state: counts[state] for state in _STYLES},
+        "rows": [
+            {"what": row.what, "state": row.state, "found": row.found, "cause": row.cause, "next": row.advice}
+            for row in rows
+        ],
+        "peers": [
+            {
+                "peer": peer.peer,
+                "role": peer.role,
+                "round": peer.round,
+                "path": peer.home_path or peer.path,
+                "call_seconds": sorted(peer.calls)[len(peer.calls) // 2] if peer.calls else None,
+                "clock_offset_seconds": peer.clock_offset,
+                "bytes_per_second": peer.fetched_bytes / peer.fetched_seconds if peer.fetched_seconds else None,
+            }
+            for peer in found.peers.values()
+        ],
+    }
+
+
+def show(rows: Sequence[Row], seconds: float) -> None:
+    """A table on a terminal, lines elsewhere, and one line that says how much is wrong."""
+    from rich.console import Console
+
+    if Console().is_terminal:
+        ui.print_rich(_table(rows))
+    else:
+        print("\n".join(lines(rows)))
+    print(summary(rows, seconds))
+
+
+def lines(rows: Sequence[Row]) -> list[str]:
+    """The rows as lines without colour; cause and next step indented below what is not well."""
+    width = max((len(ui.one_line(row.what)) for row in rows), default=0)
+    found: list[str] = []
+    for row in rows:
+        found.append(f"{row.state:<8} {ui.one_line(row.what):<{width}}  {ui.one_line(row.found)}")
+        if row.state != "ok":
+            found.append(f"{'':9}why:  {ui.one_line(row.cause)}")
+            found.append(f"{'':9}next: {ui.one_line(row.advice)}")
+    return found
+
+
+def summary(rows: Sequence[Row], seconds: float) -> str:
+    """How many rows of each state, in words."""
+    counts: Counter[str] = Counter(row.state for row in rows)
+    words = [
+        f"{counts['problem']} problem{'' if counts['problem'] == 1 else 's'}",
+        f"{counts['warning']} warning{'' if counts['warning'] == 1 else 's'}",
+        f"{counts['unknown']} unknown",
+    ]
+    return f"{len(rows)} things checked in {seconds:.0f} s: {', '.join(words)}"
+
+
+def _table(rows: Sequence[Row]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("what", overflow="fold", max_width=40)
+    table.add_column("state", no_wrap=True)
+    table.add_column("found", overflow="fold")
+    for row in rows:
+        found = Text(ui.one_line(row.found))
+        if row.state != "ok":
+            found.append(f"\n{ui.one_line(row.cause)}", style="dim")
+            found.append(f"\n→ {ui.one_line(row.advice)}")
+        table.add_row(Text(ui.one_line(row.what)), Text(row.state, style=_STYLES[row.state]), found)
+    return table

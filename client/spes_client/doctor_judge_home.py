@@ -1,0 +1,255 @@
+"""Findings about this machine and the home, judged: version, run, identity, ledger, files, disk, memory, ports."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from spes_client import homes, ui
+from spes_client.doctor_findings import Findings, PortFound, RunningFound
+from spes_client.doctor_rows import Row, again, bad, good, here, unclear, warn
+from spes_client.machine import memory_text
+from spes_p2p.core.plan import GIB
+
+FILES_NEEDED = 768
+"""Open files that a peer may need: 512 streams that others open (`net.libp2p`), its own, the ledger and the sockets."""
+
+FILES_LEAST = 256
+"""With fewer than this even a quiet peer runs out of them."""
+
+DISK_SPARE_BYTES = GIB
+"""So much should stay free beside what the run needs at least."""
+
+
+def home_rows(found: Findings) -> Iterator[Row]:
+    """Whose home it is and which run it follows."""
+    yield good("program", f"{found.program}, Python {found.python}, protocol {found.protocol}")
+    yield _run(found)
+    yield _peer_here(found)
+    yield _identity(found)
+    if found.home_found.identity == "good":
+        yield _backup(found)
+    if not found.home_found.run_problem:
+        yield _ledger(found)
+
+
+def machine_rows(found: Findings) -> Iterator[Row]:
+    """What the machine has for it."""
+    yield _files(found)
+    yield _disk(found)
+    yield _memory(found)
+    for port in found.ports:
+        yield _port(found, port)
+
+
+# ---- the home -------------------------------------------------------------------------------------------------------
+
+
+def _run(found: Findings) -> Row:
+    home = found.home_found
+    if home.run_problem:
+        return bad("run", "the run in this home cannot be read", home.run_problem, here(found, "spes repair"))
+    if len(found.named_runs) > 1:
+        named = ", ".join(run.hex()[:16] for run in found.named_runs)
+        return bad(
+            "run", f"the addresses name {len(found.named_runs)} runs", f"they end in {named}",
+            f"use addresses of one run: {again(found, '--peer ADDRESS')}",
+        )  # fmt: skip
+    if home.pinned is not None and found.named_runs and found.named_runs[0] != home.pinned:
+        return bad(
+            "run", "the address is of another run than this home",
+            f"this home follows {home.pinned.hex()[:16]}, the address names {found.named_runs[0].hex()[:16]}",
+            "give each run a home of its own: spes doctor --dir ANOTHER --peer ADDRESS",
+        )  # fmt: skip
+    if found.manifest is not None and found.run_id is not None:
+        version = found.manifest.version
+        whose = f", organizer {ui.fingerprint(found.organizer)}" if found.organizer else ""
+        return good("run", f"{found.run_name!r} {found.run_id.hex()[:16]}{whose}, manifest version {version}")
+    if not found.addresses:
+        return unclear("run", "none yet", "this home follows none, and no address was given", _with_address(found))
+    return unclear(
+        "run", "not known", "nobody who was asked gave its manifest", "what went wrong there is in the rows below: "
+        + _with_address(found),
+    )  # fmt: skip
+
+
+def _with_address(found: Findings) -> str:
+    return again(found, "--peer ADDRESS")
+
+
+def _peer_here(found: Findings) -> Row:
+    running, what = found.running, "peer here"
+    if running is None:
+        return good(what, "none is running")
+    pid = f"pid {running.pid}" if running.pid else "an unknown process"
+    if running.is_silent:
+        end = f"kill {running.pid}" if running.pid else "end that process"
+        start = homes.command(homes.JOIN, found.home)
+        return bad(what, f"{pid} holds this home and does not answer", "its control socket is silent: it may hang",
+                   f"{here(found, 'spes status')}; if that is silent too: {end}, then: {start}")  # fmt: skip
+    if not running.answered:
+        return unclear(
+            what, f"{pid} holds this home", "it has no control socket: it is starting, or it is another command",
+            f"in a moment: {again(found)}",
+        )  # fmt: skip
+    shown = f"running ({pid}), round {running.round}, {running.phase}"
+    if running.trainer == "crashed":
+        return warn(what, f"{shown}, its trainer has crashed", ui.one_line(running.last_error) or "see trainer.log",
+                    f"it is started again by itself; look with: {here(found, 'spes status')}")  # fmt: skip
+    if running.waiting:
+        return warn(what, f"{shown}, waiting", ui.one_line(running.waiting), here(found, "spes status --watch"))
+    return good(what, shown)
+
+
+def _identity(found: Findings) -> Row:
+    home = found.home_found
+    if home.problem:
+        return bad(
+            "home", "cannot be used", home.problem,
+            f"use the account that it belongs to, or correct its rights (ls -ld {shlex.quote(str(found.home))}); then: "
+            + again(found),
+        )  # fmt: skip
+    key = shlex.quote(str(found.home / "identity"))
+    restore = f"spes keys restore BACKUP --key {key}"
+    if home.identity == "good":
+        return good("identity", f"readable: {home.peer}")
+    if home.identity == "bad":
+        cause, _, advice = home.identity_problem.partition("; ")
+        if "chmod" in home.identity_problem:
+            cause, advice = "other users can read it", f"chmod 600 {key}"
+        return bad("identity", "not usable", cause, advice or restore)
+    if home.identity == "none" and home.has_worked:
+        return bad(
+            "identity", "missing", "a peer has worked in this home, and its key is gone: the next start makes another",
+            restore,
+        )  # fmt: skip
+    if home.identity == "none":
+        return good("identity", "none yet: spes-join makes one")
+    return unclear("identity", "not read", "the disk did not answer in time", again(found))
+
+
+def _backup(found: Findings) -> Row:
+    return unclear(
+        "identity backup", "not known", "no note is kept of backups, which belong on another machine",
+        f"if there is none: {here(found, 'spes keys backup FILE')}",
+    )  # fmt: skip
+
+
+def _ledger(found: Findings) -> Row:
+    home = found.home_found
+    if home.ledger_lost:
+        return bad(
+            "ledger", "empty or gone", "this peer has taken part in the run: what it voted for is lost with its ledger",
+            here(found, "spes repair"),
+        )  # fmt: skip
+    if home.ledger == "good":
+        return good("ledger", f"readable, {home.ledger_records} records (spes repair checks each of them)")
+    if home.ledger == "bad":
+        return bad("ledger", "not readable", home.ledger_problem, here(found, "spes repair"))
+    if home.ledger == "none":
+        return good("ledger", "none yet")
+    if found.running is not None:
+        return good("ledger", "in use by the peer here")
+    return unclear("ledger", "not read in time", "it is large, or the disk is slow", here(found, "spes repair"))
+
+
+# ---- the machine ----------------------------------------------------------------------------------------------------
+
+
+def _files(found: Findings) -> Row:
+    soft, hard = found.machine.files_soft, found.machine.files_hard
+    if soft is None:
+        return unclear("open files", "not known", "the system did not say", "ulimit -n")
+    shown = "no limit" if soft < 0 else f"limit {soft}"
+    if soft < 0 or soft >= FILES_NEEDED:
+        return good("open files", shown)
+    may = hard is not None and (hard < 0 or hard >= FILES_NEEDED)
+    raise_it = f"ulimit -n {FILES_NEEDED * 4 if hard is None or hard < 0 else min(hard, FILES_NEEDED * 4)}"
+    advice = (
+        f"{raise_it}; then start the peer from that shell" if may else "as root: set nofile in limits.conf; ulimit -n"
+    )
+    make = bad if soft < FILES_LEAST else warn
+    return make("open files", shown, f"a peer of many others may need {FILES_NEEDED}", advice)
+
+
+def _disk(found: Findings) -> Row:
+    machine = found.machine
+    if machine.disk_free is None:
+        return unclear("disk", "not known", "the disk did not answer in time", again(found))
+    free = memory_text(machine.disk_free)
+    if machine.disk_needed is None:
+        return unclear(
+            "disk", f"{free} free", "what the run needs is not known without its manifest", _with_address(found)
+        )
+    missing = machine.disk_needed - machine.disk_used
+    needs = f"{free} free, the run needs {memory_text(machine.disk_needed)}"
+    if machine.disk_used:
+        needs += f", {memory_text(machine.disk_used)} of it here"
+    df = f"df -h {shlex.quote(str(found.home))}"
+    if machine.disk_needed > machine.disk_quota:
+        allow = f"--disk {-(-machine.disk_needed // GIB)}"
+        return bad("disk", needs, f"--disk allows {memory_text(machine.disk_quota)}", again(found, allow))
+    if machine.disk_free < missing:
+        return bad("disk", needs, "there is no room for the model's states", f"free some space ({df}), or use --dir "
+                   f"on a larger disk: {again(found)}")  # fmt: skip
+    if machine.disk_free < missing + DISK_SPARE_BYTES:
+        return warn("disk", needs, "that is little more than the least", f"free some space: {df}")
+    room = machine.disk_free + machine.disk_used - DISK_SPARE_BYTES
+    if machine.disk_quota + machine.disk_cache > room:
+        cache = min(machine.disk_cache, room // 8) // GIB
+        fitting = max(-(-machine.disk_needed // GIB), room // GIB - cache)
+        return warn(
+            "disk", needs, f"--disk and --cache allow {memory_text(machine.disk_quota + machine.disk_cache)}, more than"
+            " there is: the disk would be full before old states go",
+            f"{homes.JOIN} --disk {fitting} --cache {max(1, cache)}",
+        )  # fmt: skip
+    return good("disk", needs)
+
+
+def _memory(found: Findings) -> Row:
+    machine, what = found.machine, "memory and card"
+    if found.running is not None and found.running.answered:
+        return good(what, f"in use by the peer here, trainer {found.running.trainer or 'none'}")
+    if machine.fit_problem:
+        return bad(what, machine.place or "too little", machine.fit_problem,
+                   "end what else takes memory, or join on a machine with more; what others would need: "
+                   + here(found, "spes plan"))  # fmt: skip
+    if not machine.fit:
+        cause = "what the run needs is not known without its manifest"
+        if found.manifest is not None:
+            cause = "the machine did not say in time what it has, or its card's driver does not"
+            return unclear(what, machine.place or "not known", cause, "nvidia-smi")
+        return unclear(what, machine.place or "not known", cause, _with_address(found))
+    first, *others = machine.fit
+    tight = next((line for line in others if line.startswith("memory is tight")), "")
+    if "may run out of memory" in first or tight:
+        return warn(what, first, tight or "what was asked for is more than fits", "leave out --groups, or end what else"
+                    f" takes memory; then: {again(found)}")  # fmt: skip
+    return good(what, "; ".join([first, *others]))
+
+
+def _port(found: Findings, port: PortFound) -> Row:
+    what = f"listen {ui.one_line(port.address)[:48]}"
+    another = again(found, "--listen /ip4/0.0.0.0/tcp/PORT")
+    if port.is_malformed:
+        return bad(what, "no address to listen on", port.problem, again(found, "--listen /ip4/0.0.0.0/tcp/4001"))
+    if port.in_use and found.running is not None and port.port in _ports(found.running):
+        return good(what, "used by the peer here")
+    if port.in_use and not port.asked:
+        return warn(
+            what, "the port of the last time is in use", "another program has it: others will not find this peer there",
+            f"see which (ss -ltnp 'sport = :{port.port}'), end it; then: {again(found)}",
+        )  # fmt: skip
+    if port.in_use:
+        return bad(
+            what, "in use", "another program listens there",
+            f"see which (ss -ltnp 'sport = :{port.port}'), or choose another port: {another}",
+        )  # fmt: skip
+    if port.problem:
+        return bad(what, "cannot be listened on", port.problem, another)
+    return good(what, "free")
+
+
+def _ports(running: RunningFound) -> set[int]:
+    parts = [address.split("/") for address in running.addresses]
+    return {int(part[4]) for part in parts if len(part) > 4 and part[3] == "tcp" and part[4].isdigit()}
