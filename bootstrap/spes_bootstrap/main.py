@@ -1,8 +1,8 @@
 """`spes-bootstrap`: keep a door to a run open. Prints the line that volunteers paste.
 
 It follows the ledger and answers with manifest, ledger and addresses; with --archive it keeps blobs and states too.
-With --start-key it opens the run by itself once enough claims are there. Nothing depends on it once peers know each
-other.
+With --start-key it opens the run by itself once enough claims are there. It checks itself every hour, and serves
+metrics with --metrics. Nothing depends on it once peers know each other.
 """
 
 from __future__ import annotations
@@ -64,6 +64,12 @@ def build_parser() -> Parser:
         metavar="GIB",
         help="disk for states of an archive (default 100)",
     )
+    flag(
+        parser,
+        "--metrics",
+        metavar="HOST:PORT",
+        help="serve metrics for Prometheus over HTTP here; a port alone is on loopback (default: none)",
+    )
     return parser
 
 
@@ -74,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _bootstrap(args: argparse.Namespace) -> int:
     from spes_p2p.crypto.keys import Identity
+    from spes_p2p.peer.exporter import listen_address
     from spes_p2p.peer.options import GIB, PeerOptions
 
     start_key = Path(args.start_key) if args.start_key else None
@@ -90,14 +97,22 @@ def _bootstrap(args: argparse.Namespace) -> int:
         start_key=start_key,
     )
     manifest_path, genesis_path = (Path(text) if text else None for text in (args.manifest, args.genesis))
-    asyncio.run(_run(options, manifest_path, genesis_path, starter))
+    if args.metrics:
+        listen_address(args.metrics)  # now, not when the network is up
+    asyncio.run(_run(options, manifest_path, genesis_path, starter, args.metrics))
     return 0
 
 
 async def _run(
-    options: PeerOptions, manifest_path: Path | None, genesis_path: Path | None, starter: str | None
+    options: PeerOptions,
+    manifest_path: Path | None,
+    genesis_path: Path | None,
+    starter: str | None,
+    metrics: str | None,
 ) -> None:
+    from spes_p2p.peer.exporter import background, serving
     from spes_p2p.peer.program import open_peer, paste_line, run_until_done
+    from spes_p2p.peer.selfcheck import SelfCheck
 
     def say(line: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
@@ -112,7 +127,9 @@ async def _run(
         print("volunteers join with:")
         for address in await peer.transport.addresses():
             print(f"  {paste_line(address, peer.run_dir.run_id)}", flush=True)
-        await run_until_done(peer, reached, say)
+        checks = SelfCheck(peer, say)
+        async with serving(peer, metrics, say, checks), background(checks.run()):
+            await run_until_done(peer, reached, say)
     print("stopped")
 
 

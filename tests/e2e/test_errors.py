@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import resource
 import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from spes_p2p.crypto.keys import Identity
-from tests.e2e.swarm import Run, Swarm, door, make_run, same_ledger
+from tests.e2e.swarm import PATIENCE_SECONDS, Program, Run, Swarm, door, make_run, same_ledger
+from tests.unit.test_peer_metrics import read
 
 FILE_BYTES_MAX = 160_000
 """Room for a manifest and a ledger, not for a global state of the tiny run."""
@@ -101,11 +103,29 @@ def test_a_full_disk(run: Run) -> None:
         again.until_round(1)
 
 
+def tells_its_figures(boot: Program) -> None:
+    """A bootstrap whose swarm trains has checked its relay, and serves metrics."""
+    boot.wait_line("self-check: the relay carries more than 1024 KiB")
+    boot.wait_line("round 0: ")
+    url = boot.wait_line(r"metrics at (http://127\.0\.0\.1:\d+/metrics)$")[1]
+    with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as answer:
+        samples = read(answer.read().decode())
+    found = {name + "".join(sorted(text for _, text in labels)): figure for (name, labels), figure in samples.items()}
+    assert found["spes_ready"] == found["spes_membersowner"] == found["spes_selfcheck_okrelay"] == 1
+    assert found["spes_round"] >= 1
+    assert found["spes_rounds_totalfinal"] >= 1
+    assert found["spes_halted"] == found["spes_daemon_restarts_total"] == 0
+    assert found["spes_linksdirect"] >= 1
+    assert "spes_dht_records" in found
+    assert found["spes_disk_used_bytesledger"] > 0
+
+
 def test_data_that_cannot_be_had(run: Run) -> None:
     with Swarm(run) as swarm:
-        boot = swarm.bootstrap()
+        boot = swarm.bootstrap("boot", "--metrics", "localhost:0")
         steady = swarm.volunteer("steady", door(boot))
         steady.until_round(1)
+        tells_its_figures(boot)
         (shard,) = (Path(shard.url) for shard in run.manifest.record.data.sources[0].shards)
         shard.write_bytes(shard.read_bytes()[:-1] + b"?")
         changed = swarm.volunteer("changed", door(boot))
