@@ -268,10 +268,8 @@ class Agreement:
             votes = [vote for vote in polc if self._is_prevote_for(vote.record, number, chosen)]
             for vote in votes:
                 outputs += self._compare_own(vote) if vote.signer == self.me else self._count(vote)
-            agreeing = self.electorate.weight(vote.signer for vote in votes)
             consenting = {vote.signer for vote in votes if vote.record.degraded}
-            dropped = self._dropped(chosen)
-            if dropped is not None and self._suffice(agreeing, consenting, dropped):
+            if self._suffice(self.electorate.weight(vote.signer for vote in votes), consenting, chosen):
                 self._proofs.setdefault((number, chosen), tuple(votes))
         return outputs
 
@@ -281,9 +279,8 @@ class Agreement:
 
     def _dropped(self, value_id: bytes) -> Collection[int] | None:
         """The groups that a set drops; none in what stands behind a degraded set; None for a set not heard of."""
-        known = self._sets.get(value_id)
-        if known is not None:
-            return known.value.dropped
+        if value_id in self._sets:
+            return self._sets[value_id].value.dropped
         return () if any(value.core_id == value_id for value in self._sets.values()) else None
 
     def _compare_own(self, signed: Vote) -> list[Output]:
@@ -359,9 +356,7 @@ class Agreement:
             for chosen in view.precommits.weights:
                 value_id, root = chosen
                 value = self._sets.get(value_id)
-                if value is None:
-                    continue
-                if self._suffice(*view.precommits.amount(chosen), value.value.dropped):
+                if value is not None and self._suffice(*view.precommits.amount(chosen), value_id):
                     self.decided = True
                     votes = tuple(
                         vote
@@ -450,7 +445,7 @@ class Agreement:
         needed = self._leniency_for(value)
         if self.leniency < needed:
             return []
-        valid = valid and (needed < Leniency.ANY or self._keeps_who_is_here(value.value.dropped))
+        valid = valid and (needed < Leniency.ANY or self._keeps_who_is_here(value_id))
         claimed = view.proposal.record.valid_view
         if claimed >= 0:
             by_itself = self._has_polka(claimed, value_id)
@@ -475,8 +470,7 @@ class Agreement:
     def _let_go(self) -> None:
         """Hold no longer to what drops an owner who is here again."""
         for held in (self.locked, self.valid):
-            known = self._sets.get(held.id)
-            if known is not None and not self._is_firm(held.id) and not self._keeps_who_is_here(known.value.dropped):
+            if not self._is_firm(held.id) and not self._keeps_who_is_here(held.id):
                 held.let_go()
 
     def _is_open_to(self, value: VerifiedSet) -> bool:
@@ -539,28 +533,35 @@ class Agreement:
         """Whether a quorum of one view's prevotes is for this set, as counted here or proved by a proposal."""
         if (number, value_id) in self._proofs:
             return True
-        dropped = self._dropped(value_id) if value_id else ()
-        if dropped is None:
-            return False
-        agreeing, consenting = self._views[number].prevotes.amount((value_id, NIL))
-        return self._suffice(agreeing, consenting, dropped)
+        return self._suffice(*self._views[number].prevotes.amount((value_id, NIL)), value_id)
 
-    def _suffice(self, agreeing: int, consenting: Collection[str], dropped: Collection[int]) -> bool:
+    def _suffice(self, agreeing: int, consenting: Collection[str], value_id: bytes) -> bool:
         """Whether votes are enough for this peer. Those of a few are what a liar alone can make: they need consent."""
-        strength = self.electorate.strength(agreeing, consenting, dropped)
+        dropped = self._dropped(value_id) if value_id else ()
+        strength = Strength.NONE if dropped is None else self.electorate.strength(agreeing, consenting, dropped)
         if strength == Strength.ANY:
-            return self.leniency == Leniency.ANY and self._keeps_who_is_here(dropped)
+            return self.leniency == Leniency.ANY and self._keeps_who_is_here(value_id)
         return strength > Strength.ANY
 
-    def _keeps_who_is_here(self, dropped: Collection[int]) -> bool:
-        """A local opinion, which harms nothing where no safety is promised: or one liar could drop everybody else."""
-        return self.present.issubset(self.electorate.kept(dropped))
+    def _keeps_who_is_here(self, value_id: bytes) -> bool:
+        """A local opinion, which harms nothing where no safety is promised: or one liar could drop everybody else.
+
+        Whom a majority was ready to drop with the same contributions need not be kept: it may have decided so.
+        """
+        value = self._sets[value_id]
+        alike = (other for other in self._sets.values() if other.core_id == value.core_id and self._is_firm(other.id))
+        agreed = [set(other.value.dropped) for other in alike if self._was_agreed_on(other.id)]
+        return self.present.issubset(self.electorate.kept(set(value.value.dropped).difference(*agreed)))
+
+    def _was_agreed_on(self, value_id: bytes) -> bool:
+        known = (self.locked.firm[1], self.valid.firm[1])
+        return value_id in known or any(self._has_polka(number, value_id) for number in list(self._views))
 
     def _proof(self, number: int, value_id: bytes) -> tuple[Signed[Prevote], ...]:
-        counted = (
-            vote for _, vote in sorted(self._views[number].prevotes.votes.items()) if vote.record.value == value_id
+        counted = sorted(self._views[number].prevotes.votes.items())
+        return self._proofs.get((number, value_id)) or tuple(
+            vote for _, vote in counted if vote.record.value == value_id
         )
-        return self._proofs.get((number, value_id)) or tuple(counted)
 
     def _say_prevote(self, value_id: bytes) -> list[Output]:
         self.step = Step.PREVOTE
@@ -572,8 +573,8 @@ class Agreement:
         return self._say(Precommit(**self._here(), value=value_id, state_root=root), proof)
 
     def _here(self) -> dict[str, Any]:
-        place = dict(zip(("run_id", "epoch", "round"), self.place, strict=True))
-        return place | {"view": self.view, "degraded": bool(self.leniency)}
+        names = ("run_id", "epoch", "round", "view", "degraded")
+        return dict(zip(names, (*self.place, self.view, bool(self.leniency)), strict=True))
 
     def _say(self, record: Prevote | Precommit, proof: tuple[Signed[Prevote], ...] = ()) -> list[Output]:
         silent = self.abstains or self.me not in self.electorate.weights
@@ -590,10 +591,9 @@ class Agreement:
         """
         proposal = self._views[self.view].proposal
         messages: list[Signed[Proposal] | Vote] = [proposal] if proposal else []
-        numbers = {self.view, self.view - 1, self.locked.view, self.valid.view} | self._asked_views
+        spoken_of = proposal.record.valid_view if proposal else -1
+        numbers = {self.view, self.view - 1, self.locked.view, self.valid.view, spoken_of} | self._asked_views
         self._asked_views.clear()
-        if proposal:
-            numbers.add(proposal.record.valid_view)
         for (number, kind), message in sorted(self._said.items()):
             if number in numbers and kind != Proposal.KIND:
                 messages.append(message)
