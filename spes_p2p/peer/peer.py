@@ -199,6 +199,7 @@ class Peer:
                 if attempt + 1 == DIRECTORY_TRIES:
                     raise
                 self.note(f"joining the directory: {error}")
+        assert self._directory is not None
         self.contacts.directory = RunDirectory(self._directory, self.run_dir.run_id)
 
     async def _unless_left(self, work: Coroutine[Any, Any, None]) -> bool:

@@ -177,7 +177,7 @@ def _entries(state: TrainerState) -> Iterator[tuple[str, str, str, Read]]:
         if name in counted:
             yield "counted", name, "float32", functools.partial(counted.__getitem__, name)
     for kind, name, tensor in parts_of(state.moments):
-        yield kind, name, str(tensor.dtype).removeprefix("torch."), lambda tensor=tensor: tensor
+        yield kind, name, str(tensor.dtype).removeprefix("torch."), tensor.detach
 
 
 def _header(
