@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spes_client.ui import EXIT_CODES, Parser, dir_flag, flag, home, run_program, whole_number
+from spes_p2p.net.limits import UNLIMITED, max_down, max_up
 from spes_protocols.errors import UserError
 
 if TYPE_CHECKING:
@@ -54,6 +55,14 @@ def build_parser() -> Parser:
     flag(
         parser, "--announce", action="append", metavar="ADDR", help="multiaddr to tell others instead of the found ones"
     )
+    flag(
+        parser,
+        "--max-up",
+        type=max_up,
+        metavar="RATE",
+        help="limit for sending to peers beyond the LAN, such as 10mbit or 10mbit,23:00-07:00=none (default none)",
+    )
+    flag(parser, "--max-down", type=max_down, metavar="RATE", help="the same for receiving from them")
     flag(parser, "--start-key", metavar="FILE", help="key that opens the run once min_peers claims are there")
     flag(parser, "--archive", action="store_true", help="keep every blob of the run, and states to join from")
     flag(
@@ -93,6 +102,8 @@ def _bootstrap(args: argparse.Namespace) -> int:
         role="archive" if args.archive else "bootstrap",
         trains=False,
         relay=True,
+        max_up=args.max_up or UNLIMITED,
+        max_down=args.max_down or UNLIMITED,
         disk_bytes_max=int(args.disk) * GIB,
         start_key=start_key,
     )
