@@ -168,6 +168,7 @@ def _summary(status: StatusReply) -> RenderableType:
         ("tokens", f"{ui.count_text(status.tokens)} by everybody"),
         ("trainer", f"{status.trainer}{pid}"),
         ("traffic", f"{ui.bytes_text(status.bytes_up)} sent, {ui.bytes_text(status.bytes_down)} received"),
+        *((("limits", status.limits),) if status.limits else ()),
         ("peers", f"{direct} direct, {relayed} relayed"),
         *(("address", address) for address in status.addresses),
         *((("last error", status.last_error),) if status.last_error else ()),

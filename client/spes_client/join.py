@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from spes_client.machine import GPUS_MAX
 from spes_client.ui import EXIT_CODES, Parser, dir_flag, flag, home, one_of, run_program, whole_number
 from spes_p2p.core.engine import FROZEN, GRADIENTS, MOMENTS
+from spes_p2p.net.limits import UNLIMITED, max_down, max_up
 
 if TYPE_CHECKING:
     from spes_p2p.peer.options import PeerOptions
@@ -66,6 +67,14 @@ def _network_flags(parser: Parser) -> None:
         metavar="ADDR",
         help="relay to be reachable through, for machines behind NAT; may be repeated",
     )
+    flag(
+        parser,
+        "--max-up",
+        type=max_up,
+        metavar="RATE",
+        help="limit for sending to peers beyond the LAN, such as 10mbit or 10mbit,23:00-07:00=none (default none)",
+    )
+    flag(parser, "--max-down", type=max_down, metavar="RATE", help="the same for receiving from them")
 
 
 def _machine_flags(parser: Parser) -> None:
@@ -175,6 +184,8 @@ def options_of(args: argparse.Namespace) -> PeerOptions:
         listen=tuple(args.listen or ("/ip4/0.0.0.0/tcp/0",)),
         announce=tuple(args.announce or ()),
         relays=tuple(args.relay or ()),
+        max_up=args.max_up or UNLIMITED,
+        max_down=args.max_down or UNLIMITED,
         role="archive" if args.archive else "volunteer",
         groups=None if args.groups is None else int(args.groups),
         disk_bytes_max=int(args.disk) * GIB,

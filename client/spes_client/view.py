@@ -18,6 +18,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from spes_client.ui import bytes_text, count_text, fingerprint, one_line, short_peer
+from spes_p2p.net.limits import rate_text
 from spes_p2p.peer.meter import span
 from spes_protocols.control_pb2 import StatusReply
 
@@ -86,6 +87,8 @@ def plain_line(previous: StatusReply | None, status: StatusReply) -> str | None:
         remarks.append(f"trainer {status.trainer}")
     if status.waiting and not old.waiting:
         remarks.append(status.waiting)
+    if status.limits != old.limits:
+        remarks.append(f"limits of the line: {status.limits or 'none'}")
     if status.last_error and status.last_error != old.last_error:
         remarks.append(f"error: {status.last_error}")
     return one_line("; ".join(remarks)) or None
@@ -223,11 +226,16 @@ def _facts(status: StatusReply) -> list[Text]:
         ("speed", speed),
         ("tokens", f"{count_text(status.tokens)} by everybody"),
         ("peers", peers),
-        ("sent", bytes_text(status.bytes_up)),
-        ("received", bytes_text(status.bytes_down)),
+        ("sent", bytes_text(status.bytes_up) + _at_most(status.limit_up_bytes_per_second)),
+        ("received", bytes_text(status.bytes_down) + _at_most(status.limit_down_bytes_per_second)),
         ("state", one_line(status.state_root)[:16] or "–"),
     ]
     return [Text.assemble((f"{name:10}", "dim"), value) for name, value in rows]
+
+
+def _at_most(limit_bytes_per_second: float) -> str:
+    """The limit that is in force, to stand behind what was moved; empty where there is none."""
+    return f" (max {rate_text(limit_bytes_per_second)})" if limit_bytes_per_second > 0 else ""
 
 
 def _chart(status: StatusReply, columns: int, rows: int) -> list[Text]:

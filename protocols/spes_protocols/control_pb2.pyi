@@ -79,7 +79,7 @@ class PhaseSeconds(_message.Message):
     def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run_name", "run_id", "organizer", "peer_id", "phase", "round", "state_root", "step", "steps", "loss", "tokens_per_second", "tokens", "members", "links", "losses", "bytes_up", "bytes_down", "last_error", "trainer", "trainer_pid", "addresses", "groups_total", "progress", "progress_text", "phases", "progress_bytes_per_second", "progress_seconds_left", "waiting", "mfu")
+    __slots__ = ("run_name", "run_id", "organizer", "peer_id", "phase", "round", "state_root", "step", "steps", "loss", "tokens_per_second", "tokens", "members", "links", "losses", "bytes_up", "bytes_down", "last_error", "trainer", "trainer_pid", "addresses", "groups_total", "progress", "progress_text", "phases", "progress_bytes_per_second", "progress_seconds_left", "waiting", "mfu", "limits", "limit_up_bytes_per_second", "limit_down_bytes_per_second")
     RUN_NAME_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ORGANIZER_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,9 @@ class StatusReply(_message.Message):
     PROGRESS_SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     MFU_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_UP_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_DOWN_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     run_name: str
     run_id: str
     organizer: str
@@ -138,7 +141,10 @@ class StatusReply(_message.Message):
     progress_seconds_left: float
     waiting: str
     mfu: float
-    def __init__(self, run_name: _Optional[str] = ..., run_id: _Optional[str] = ..., organizer: _Optional[str] = ..., peer_id: _Optional[str] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., state_root: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., tokens: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., losses: _Optional[_Iterable[_Union[LossPoint, _Mapping]]] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., last_error: _Optional[str] = ..., trainer: _Optional[str] = ..., trainer_pid: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., groups_total: _Optional[int] = ..., progress: _Optional[float] = ..., progress_text: _Optional[str] = ..., phases: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., progress_bytes_per_second: _Optional[float] = ..., progress_seconds_left: _Optional[float] = ..., waiting: _Optional[str] = ..., mfu: _Optional[float] = ...) -> None: ...
+    limits: str
+    limit_up_bytes_per_second: float
+    limit_down_bytes_per_second: float
+    def __init__(self, run_name: _Optional[str] = ..., run_id: _Optional[str] = ..., organizer: _Optional[str] = ..., peer_id: _Optional[str] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., state_root: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., tokens: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., losses: _Optional[_Iterable[_Union[LossPoint, _Mapping]]] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., last_error: _Optional[str] = ..., trainer: _Optional[str] = ..., trainer_pid: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., groups_total: _Optional[int] = ..., progress: _Optional[float] = ..., progress_text: _Optional[str] = ..., phases: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., progress_bytes_per_second: _Optional[float] = ..., progress_seconds_left: _Optional[float] = ..., waiting: _Optional[str] = ..., mfu: _Optional[float] = ..., limits: _Optional[str] = ..., limit_up_bytes_per_second: _Optional[float] = ..., limit_down_bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class TrainerEvent(_message.Message):
     __slots__ = ("ready", "progress", "round_done", "failed", "skipped")

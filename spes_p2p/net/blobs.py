@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
+from spes_p2p.net.limits import fair_time, fair_timeout
 from spes_p2p.net.transport import Transport
 from spes_protocols.codec import Range, decode, encode
 from spes_protocols.errors import NetworkError, RemoteError, UserError, printable
@@ -75,28 +76,27 @@ async def fetch_blob(
     """Complete the file `partial_path` to `size` bytes from the holders, in their order, each from where it stands.
 
     Goes on to the next holder when one fails, sends wrong lengths, sends nothing for `idle_seconds` or has used half of
-    the time that was left, and round again as long as a round brings bytes. `report` is told the bytes present,
-    `on_failure` each holder that failed and why. Returns the peers that bytes came from now, so that a wrong digest
-    has an author. Raises `NetworkError` with the holders' reasons, keeping what arrived; `UserError` when
-    the disk is full.
+    the time that was left, and round again as long as a round brings bytes. Waiting for our own limit uses up none of
+    this time. `report` is told the bytes present, `on_failure` each holder that failed and why. Returns the peers that
+    bytes came from now, so that a wrong digest has an author. Raises `NetworkError` with the holders' reasons, keeping
+    what arrived; `UserError` when the disk is full.
     """
     reasons: dict[str, str] = {}
     used: list[str] = []
     present = 0
-    clock = asyncio.get_running_loop().time
-    deadline = clock() + deadline_seconds
+    deadline = fair_time() + deadline_seconds
     try:
         with partial_path.open("ab") as file:
             if file.tell() > size:
                 file.truncate(0)
                 file.seek(0)
-            async with asyncio.timeout(deadline_seconds):
+            async with fair_timeout(deadline_seconds):
                 while file.tell() < size:
                     before = file.tell()
                     for holder in holders:
                         present = file.tell()
                         # Each may be slow, for a while: a sender must not keep others from those who have its blob.
-                        until = clock() + (deadline - clock()) / 2 if len(holders) > 1 else deadline
+                        until = (fair_time() + deadline) / 2 if len(holders) > 1 else deadline
                         try:
                             await _fetch_from(transport, holder, digest, size, file, idle_seconds, until, report)
                         except (NetworkError, RemoteError) as error:
@@ -128,7 +128,7 @@ async def _fetch_from(
     until: float,
     report: Callable[[int], None] | None,
 ) -> None:
-    """Append to the file until it has `size` bytes, the holder fails, or the loop's clock says `until`."""
+    """Append to the file until it has `size` bytes, the holder fails, or `fair_time` says `until`."""
     while (offset := file.tell()) < size:
         length = min(RANGE_BYTES_MAX, size - offset)
         request = encode(BlobRange(blob=digest, offset=offset, length=length))
@@ -141,7 +141,7 @@ async def _fetch_from(
                 await asyncio.to_thread(file.write, chunk)
                 if report is not None:
                     report(file.tell())
-                if asyncio.get_running_loop().time() > until and file.tell() < size:
+                if fair_time() > until and file.tell() < size:
                     raise NetworkError(f"{holder} is slow")
         if file.tell() != offset + length:
             raise RemoteError("size", f"ended {offset + length - file.tell()} bytes early", holder)

@@ -13,6 +13,7 @@ import struct
 from dataclasses import dataclass
 from typing import Annotated
 
+from spes_p2p.net.limits import Flow, fair_timeout, pieces
 from spes_p2p.net.transport import PAYLOAD_BYTES_MAX
 from spes_protocols.codec import Matches, Size, decode, encode
 from spes_protocols.errors import DETAIL_CHARACTERS_MAX, NetworkError, RemoteError, printable
@@ -98,18 +99,36 @@ def raise_failure(data: bytes, peer: str, method: str) -> None:
     raise NetworkError(f"{peer} could not answer {method}: {printable(failure.detail, DETAIL_CHARACTERS_MAX)}")
 
 
-async def read_frame(reader: asyncio.StreamReader, allowed: tuple[Kind, ...], peer: str) -> tuple[Kind, bytes]:
-    """The next frame of a stream; the caller of this function sets the deadline.
+async def read_frame(
+    reader: asyncio.StreamReader,
+    allowed: tuple[Kind, ...],
+    peer: str,
+    *,
+    flow: Flow | None = None,
+    piece_seconds: float | None = None,
+) -> tuple[Kind, bytes]:
+    """The next frame of a stream, read at the pace of `flow`; the caller sets the deadline over all of it.
 
-    Raises `RemoteError` (decode, size) for anything but an allowed frame, `NetworkError` when the stream ends.
+    Raises `RemoteError` (decode, size) for anything but an allowed frame, `NetworkError` when the stream ends, and
+    `TimeoutError` when its head or a piece of it does not come within `piece_seconds`.
     """
+    flow = flow or Flow()
     try:
-        number, length = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+        async with fair_timeout(piece_seconds):
+            number, length = _HEAD.unpack(await reader.readexactly(_HEAD.size))
         if number not in allowed:
             raise RemoteError("decode", f"a frame of kind {number} where none belongs", peer)
         kind = Kind(number)
         if length > _BYTES_MAX[kind]:
             raise RemoteError("size", f"a frame of {length} bytes where at most {_BYTES_MAX[kind]} are allowed", peer)
-        return kind, await reader.readexactly(length)
+        lane = flow.lane(length)
+        data = []
+        for begin, end in pieces(length):
+            await flow.take(end - begin, lane)  # what is not read yet holds the sender back
+            async with fair_timeout(piece_seconds):
+                data.append(await reader.readexactly(end - begin))
+        return kind, b"".join(data)
+    except TimeoutError:  # an OSError, to Python
+        raise
     except (asyncio.IncompleteReadError, OSError):
         raise NetworkError(f"the connection to {peer} was cut") from None

@@ -2,7 +2,8 @@
 
 One libp2p protocol carries all methods (frames.py), so registering a handler is an entry in a table that outlives the
 daemon's restarts. Each call is a stream of its own with a deadline on every step. The sender's peer id that a handler
-sees was authenticated by the channel.
+sees was authenticated by the channel. Everything that is written and read here waits for the limits of the line
+(limits.py), and no deadline passes meanwhile.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.logging import use_hivemind_log_handler
 
 from spes_p2p.net.addresses import parse_address
-from spes_p2p.net.control import Control, Stream
+from spes_p2p.net.control import Control
 from spes_p2p.net.daemon import Daemon, DaemonOptions
 from spes_p2p.net.frames import (
     PROTOCOL,
@@ -34,6 +36,7 @@ from spes_p2p.net.frames import (
     read_frame,
     split_call,
 )
+from spes_p2p.net.limits import Flow, Limiter, Limits, fair_timeout, is_local, pieces
 from spes_p2p.net.transport import Handler, StreamHandler
 from spes_protocols.errors import NetworkError, RemoteError, UserError
 from spes_protocols.messages import ADDRESSES_MAX
@@ -56,6 +59,10 @@ _CONNECT_SECONDS = 10.0
 _RETRY_SECONDS = 1.0
 _KNOWN_PEERS_MAX = 8192
 _RECONNECTS_AT_ONCE = 16
+_LINKS_SECONDS = 5.0
+"""So long what is known of the addresses of connections decides who is of the LAN."""
+_LOOK_AGAIN_SECONDS = 0.5
+"""So soon a peer that was not among them is looked for again."""
 
 _BACKOFF = "it could not be reached a moment ago; it is tried again in a few seconds"
 
@@ -64,11 +71,24 @@ class _CallerGoneError(Exception):
     """Who asked has closed the stream or reads no more; nobody is left to tell."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A call that this peer makes: its stream, and the pace at which the answer is read."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    down: Flow
+
+
 class LibP2P:
     """`Transport` over a daemon of our own."""
 
-    def __init__(self, options: DaemonOptions, peer_id: str) -> None:
+    def __init__(self, options: DaemonOptions, peer_id: str, limits: Limits | None = None) -> None:
         self.peer_id = peer_id
+        self._limits = limits or Limits()
+        self._local: dict[str, bool] = {}
+        self._local_at = 0.0
+        self._looking = asyncio.Lock()
         self.bytes_up = 0
         self.bytes_down = 0
         self.favoured: frozenset[str] = frozenset()
@@ -96,9 +116,12 @@ class LibP2P:
         relays: Sequence[str] = (),
         log_path: Path | None = None,
         connect_seconds: float = 20.0,
+        limits: Limits | None = None,
     ) -> LibP2P:
         """Start the daemon and connect to at least one of `peers` (multiaddrs), if there are any.
 
+        `limits` hold for what goes through `call`, `stream` and handlers, not for what the daemon does by itself: the
+        DHT, and relaying for others.
         Raises `UserError` for a busy port or an invalid address, `NetworkError` when no peer could be reached.
         """
         use_hivemind_log_handler("nowhere")
@@ -113,7 +136,7 @@ class LibP2P:
             relays=tuple(parse_address(address)[0] for address in relays),
             log_path=log_path,
         )
-        self = cls(options, peer_id)
+        self = cls(options, peer_id, limits)
         try:
             self._server = await asyncio.start_unix_server(self._on_stream, path=str(self._socket_path), limit=1 << 18)
             await self.daemon.start()
@@ -192,15 +215,15 @@ class LibP2P:
     async def call(self, peer: str, method: str, payload: bytes, *, timeout_seconds: float) -> bytes:
         """One request, one reply, within the deadline, connecting first if need be."""
         try:
-            async with asyncio.timeout(timeout_seconds):
-                reader, writer = await self._open(peer, method, payload)
+            async with fair_timeout(timeout_seconds):
+                opened = await self._open(peer, method, payload)
                 try:
-                    reply = await self._next_chunk(reader, peer, method)
-                    if reply is None or await self._next_chunk(reader, peer, method) is not None:
+                    reply = await self._next_chunk(opened, peer, method)
+                    if reply is None or await self._next_chunk(opened, peer, method) is not None:
                         raise RemoteError("decode", f"not one reply to {method}", peer)
                     return reply
                 finally:
-                    writer.close()
+                    opened.writer.close()
         except TimeoutError:
             raise NetworkError(f"{peer} did not answer {method} within {timeout_seconds:g} s") from None
 
@@ -209,13 +232,12 @@ class LibP2P:
     ) -> AsyncGenerator[bytes, None]:
         """One request, many chunks; ends normally only after the sender's own end mark."""
         received = 0
-        opened: Stream | None = None
+        opened: _Call | None = None
         try:
+            async with fair_timeout(idle_seconds):
+                opened = await self._open(peer, method, payload, is_stream=True)
             while True:
-                async with asyncio.timeout(idle_seconds):
-                    if opened is None:
-                        opened = await self._open(peer, method, payload)
-                    chunk = await self._next_chunk(opened[0], peer, method)
+                chunk = await self._next_chunk(opened, peer, method, idle_seconds)
                 if chunk is None:
                     return
                 if not chunk:
@@ -228,7 +250,7 @@ class LibP2P:
             raise NetworkError(f"{peer} sent nothing of {method} for {idle_seconds:g} s") from None
         finally:
             if opened is not None:
-                opened[1].close()
+                opened.writer.close()
 
     async def close(self) -> None:
         """Stop answering and end the daemon."""
@@ -242,7 +264,7 @@ class LibP2P:
 
     # -- asking ------------------------------------------------------------------------------------------------
 
-    async def _open(self, peer: str, method: str, payload: bytes) -> Stream:
+    async def _open(self, peer: str, method: str, payload: bytes, *, is_stream: bool = False) -> _Call:
         assert peer != self.peer_id, "a peer does not call itself"
         data = call_data(method, payload)
         await self.daemon.ready()
@@ -255,18 +277,51 @@ class LibP2P:
             reader, writer = await self._control.open_stream(peer, PROTOCOL)
         except NetworkError as error:
             raise NetworkError(f"cannot reach {peer}: {_reason(str(error))}") from None
-        # Not drained: whoever refuses a request answers without reading it.
-        writer.write(frame_head(Kind.CALL, data))
-        writer.write(data)
+        try:
+            up, down = await self._limiters(peer)
+            # Not drained: whoever refuses a request answers without reading it.
+            writer.write(frame_head(Kind.CALL, data))
+            flow, view = Flow(up, peer), memoryview(data)
+            lane = flow.lane(len(data))
+            for begin, end in pieces(len(data)):
+                await flow.take(end - begin, lane)
+                writer.write(view[begin:end])
+        except BaseException:
+            writer.close()
+            raise
         self.bytes_up += len(payload)
-        return reader, writer
+        return _Call(reader=reader, writer=writer, down=Flow(down, peer, is_stream=is_stream))
 
-    async def _next_chunk(self, reader: asyncio.StreamReader, peer: str, method: str) -> bytes | None:
-        kind, data = await read_frame(reader, (Kind.CHUNK, Kind.END, Kind.ERROR), peer)
+    async def _next_chunk(
+        self, opened: _Call, peer: str, method: str, piece_seconds: float | None = None
+    ) -> bytes | None:
+        kinds = (Kind.CHUNK, Kind.END, Kind.ERROR)
+        kind, data = await read_frame(opened.reader, kinds, peer, flow=opened.down, piece_seconds=piece_seconds)
         if kind is Kind.ERROR:
             raise_failure(data, peer, method)
         self.bytes_down += len(data)
         return data if kind is Kind.CHUNK else None
+
+    async def _limiters(self, peer: str) -> tuple[Limiter | None, Limiter | None]:
+        """What holds for a connected peer, up and down: nothing where it is of the LAN."""
+        limits = self._limits
+        is_limited = limits.up is not None or limits.down is not None
+        if is_limited and not limits.counts_local and await self._is_local(peer):
+            return None, None
+        return limits.up, limits.down
+
+    async def _is_local(self, peer: str) -> bool:
+        clock = asyncio.get_running_loop().time
+        async with self._looking:
+            if clock() - self._local_at > (_LINKS_SECONDS if peer in self._local else _LOOK_AGAIN_SECONDS):
+                addresses: dict[str, list[str]] = {}
+                with contextlib.suppress(NetworkError):  # nobody is, then
+                    found = await self._within(_CONNECT_SECONDS, self._control.list_peers(), "listing peers")
+                    for other, theirs in found:  # one entry for each connection
+                        addresses.setdefault(other, []).extend(theirs)
+                self._local = {other: is_local(theirs) for other, theirs in addresses.items()}
+                self._local_at = clock()
+            return self._local.get(peer, False)
 
     async def _within(self, seconds: float, asking: Coroutine[Any, Any, Any], what: str) -> Any:
         try:
@@ -360,9 +415,10 @@ class LibP2P:
             writer.close()
 
     async def _serve(self, sender: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up, down = await self._limiters(sender)
         try:
-            async with asyncio.timeout(_REQUEST_SECONDS):
-                _, data = await read_frame(reader, (Kind.CALL,), sender)
+            async with fair_timeout(_REQUEST_SECONDS):
+                _, data = await read_frame(reader, (Kind.CALL,), sender, flow=Flow(down, sender))
             method, payload = split_call(data, sender)
         except NetworkError as error:
             raise _CallerGoneError(str(error)) from None
@@ -371,7 +427,8 @@ class LibP2P:
             return
         self.bytes_down += len(payload)
         # A caller that gives up closes the stream; its handler must not go on for nobody.
-        work = asyncio.create_task(self._answer(sender, method, payload, writer))
+        flow = Flow(up, sender, is_stream=method in self._stream_handlers)
+        work = asyncio.create_task(self._answer(sender, method, payload, writer, flow))
         gone = asyncio.create_task(reader.read(1))
         try:
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -384,17 +441,18 @@ class LibP2P:
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
 
-    async def _answer(self, sender: str, method: str, payload: bytes, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, sender: str, method: str, payload: bytes, writer: asyncio.StreamWriter, flow: Flow) -> None:
         """Run the handler and send what it gives. Its errors cross the wire as a check or as a plain refusal."""
         try:
             if method in self._handlers:
                 async with asyncio.timeout(_HANDLER_SECONDS):
                     reply = await self._handlers[method](sender, payload)
-                await self._send(writer, Kind.CHUNK, reply)
+                await self._send(writer, Kind.CHUNK, reply, flow)
             elif method in self._stream_handlers:
-                async with contextlib.aclosing(_bounded(self._stream_handlers[method](sender, payload))) as chunks:
-                    async for chunk in chunks:
-                        await self._send(writer, Kind.CHUNK, chunk)
+                with self._place(flow.limiter, sender):
+                    async with contextlib.aclosing(_bounded(self._stream_handlers[method](sender, payload))) as chunks:
+                        async for chunk in chunks:
+                            await self._send(writer, Kind.CHUNK, chunk, flow)
             elif not self._handlers:  # one that comes back is called at its old address before it is ready
                 raise RemoteError("busy", "this peer is still starting")
             else:
@@ -411,17 +469,31 @@ class LibP2P:
             log.exception("the handler of %s failed", method)
             await self._send(writer, Kind.ERROR, failure_data("", "internal error"))
 
-    async def _send(self, writer: asyncio.StreamWriter, kind: Kind, data: bytes) -> None:
-        head = frame_head(kind, data)
+    def _place(self, limiter: Limiter | None, sender: str) -> contextlib.AbstractContextManager[None]:
+        if limiter is None:
+            return contextlib.nullcontext()
+        return limiter.place(sender, is_favoured=sender in self.favoured)
+
+    async def _send(self, writer: asyncio.StreamWriter, kind: Kind, data: bytes, flow: Flow | None = None) -> None:
+        head, view = frame_head(kind, data), memoryview(data)
+        flow = flow or Flow()
+        lane = flow.lane(len(data))
         try:
-            async with asyncio.timeout(_SEND_SECONDS):
-                writer.write(head)
-                writer.write(data)
-                await writer.drain()
+            writer.write(head)
+            for begin, end in pieces(len(data)):
+                await flow.take(end - begin, lane)
+                writer.write(view[begin:end])
+                await _drain(writer)
+            await _drain(writer)
         except (OSError, TimeoutError) as error:
             raise _CallerGoneError(str(error)) from None
         if kind is Kind.CHUNK:
             self.bytes_up += len(data)
+
+
+async def _drain(writer: asyncio.StreamWriter) -> None:
+    async with asyncio.timeout(_SEND_SECONDS):
+        await writer.drain()
 
 
 async def _bounded(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:

@@ -23,7 +23,8 @@ class Transport(Protocol):
     """Authenticated request and reply between peers, by peer id.
 
     A handler's `RemoteError` arrives at the caller as `RemoteError` with the same check; every other failure is a
-    `NetworkError`. Nothing waits without a deadline.
+    `NetworkError`. Nothing waits without a deadline. Where a transport has limits for its line (limits.py), what is
+    waited for them counts for none.
     """
 
     peer_id: str
@@ -53,7 +54,8 @@ class Transport(Protocol):
     ) -> AsyncGenerator[bytes, None]:
         """One request, many chunks, complete or an error: a cut stream never looks like a short one.
 
-        Raises `NetworkError` when nothing arrives for `idle_seconds`, `RemoteError` beyond `bytes_max` in all.
+        Raises `NetworkError` when no piece of up to 64 KiB arrives for `idle_seconds`, `RemoteError` beyond `bytes_max`
+        in all.
         """
         ...
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from spes_p2p.net.limits import fair_time
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer.meter import Meter
 from spes_p2p.peer.recorder import SILENT, Recorder
@@ -266,15 +267,14 @@ async def cut(
 ) -> AsyncGenerator[tuple[Leaf, bytes], None]:
     """Cut a stream of bytes into the pieces asked for, in order. Raises `NetworkError` if it is short or too slow."""
     buffer = bytearray()
-    clock = asyncio.get_running_loop().time
-    number, deadline = 0, clock() + LEAF_SECONDS
+    number, deadline = 0, fair_time() + LEAF_SECONDS
     async for chunk in stream:
         buffer += chunk
         while number < len(sizes) and len(buffer) >= sizes[number]:
             yield names[number], bytes(buffer[: sizes[number]])
             del buffer[: sizes[number]]
-            number, deadline = number + 1, clock() + LEAF_SECONDS
-        if number < len(sizes) and clock() > deadline:
+            number, deadline = number + 1, fair_time() + LEAF_SECONDS
+        if number < len(sizes) and fair_time() > deadline:
             raise NetworkError("the stream of leaves is too slow")
     if number < len(sizes) or buffer:
         raise NetworkError("the stream of leaves ended early")

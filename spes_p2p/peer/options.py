@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spes_p2p.net.limits import UNLIMITED, Schedule
 from spes_p2p.peer.trainer_link import TrainerOptions
 
 GIB = 1024**3
@@ -15,7 +16,7 @@ class PeerOptions:
     """Options of one peer. `groups` None: as many as the run allows one peer; 0: stand by.
 
     `role` is what the peer tells others: "volunteer", "archive" (keeps every blob) or "bootstrap" (follows the ledger
-    alone).
+    alone). `max_up` and `max_down` limit what is sent to and received from other peers.
     """
 
     home: Path
@@ -27,6 +28,8 @@ class PeerOptions:
     groups: int | None = None
     trains: bool = True
     relay: bool = False
+    max_up: Schedule = UNLIMITED
+    max_down: Schedule = UNLIMITED
     disk_bytes_max: int = 100 * GIB
     snapshot_rounds: int = 10
     rounds_max: int | None = None

@@ -16,6 +16,7 @@ from spes_p2p.crypto.envelope import unseal_manifest
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.addresses import parse_address
 from spes_p2p.net.libp2p import LibP2P
+from spes_p2p.net.limits import Limits
 from spes_p2p.peer import joining
 from spes_p2p.peer.logfile import logging_to
 from spes_p2p.peer.options import PeerOptions
@@ -131,6 +132,7 @@ async def _transport(options: PeerOptions, peer_id: str, remembered: Remembered)
                 relay=options.relay,
                 relays=options.relays,
                 log_path=options.home / "p2pd.log",
+                limits=Limits.of(options.max_up, options.max_down),
             )
         except UserError:
             if listen == options.listen:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from spes_p2p.core.ledger import commit_strength
 from spes_p2p.core.members import Strength
+from spes_p2p.net.limits import minute_now
 from spes_p2p.store.chain import Chain, Step
 from spes_protocols import control_pb2
 from spes_protocols.errors import NetworkError, printable
@@ -120,6 +121,7 @@ async def of(peer: Peer) -> control_pb2.StatusReply:
         reply.loss = trainer.progress.loss
         reply.tokens_per_second = trainer.progress.tokens_per_second
         reply.mfu = trainer.progress.mfu
+    _add_limits(peer, reply)
     for m in head.members:
         reply.members.add(peer=m.peer, groups=m.groups, missed=m.missed, me=m.peer == me)
     for round_number, loss in peer.losses:
@@ -133,6 +135,15 @@ async def of(peer: Peer) -> control_pb2.StatusReply:
     except NetworkError as error:
         reply.last_error = str(error)
     return reply
+
+
+def _add_limits(peer: Peer, reply: control_pb2.StatusReply) -> None:
+    """The limits in force for the line, where any were asked for."""
+    up, down, minute = peer.options.max_up, peer.options.max_down, minute_now()
+    if not (up.is_unlimited and down.is_unlimited):
+        reply.limits = f"up {up.words(minute)}, down {down.words(minute)}"
+        reply.limit_up_bytes_per_second = up.rate_at(minute) or 0.0
+        reply.limit_down_bytes_per_second = down.rate_at(minute) or 0.0
 
 
 def _phase_seconds(peer: Peer) -> dict[str, float]:

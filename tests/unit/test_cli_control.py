@@ -30,6 +30,7 @@ STATUS = StatusReply(
     losses=[LossPoint(round=0, train=8.25)],
     members=[MemberStatus(peer="12D3KooWx", groups=[0, 2], me=True)],
     progress=-1,
+    limits="up 10 Mbit/s, down none",
     last_error="disk \x1b[2Jfull",
 )
 
@@ -95,7 +96,15 @@ def test_status_for_scripts_and_people(spes: Spes, control: Control, run_dir: Pa
     assert answer["tokens"] == 2**40
     assert answer["members"] == [{"peer": "12D3KooWx", "groups": [0, 2], "missed": 0, "me": True}]
     out = spes("status", "--dir", run_dir).out
-    for words in ("ab" * 32, "3 training, step 5/20", "1.10 T by everybody", "12D3KooWx", "0 2", "disk [2Jfull"):
+    for words in (
+        "ab" * 32,
+        "3 training, step 5/20",
+        "1.10 T by everybody",
+        "12D3KooWx",
+        "0 2",
+        "disk [2Jfull",
+        "up 10 Mbit/s, down none",
+    ):
         assert words in out
 
 

@@ -213,6 +213,20 @@ def test_a_download_tells_its_rate_and_the_time_left() -> None:
     assert plain_line(status, later) == "fetching the state 50%, 12.3 MB/s"
 
 
+def test_limits_of_the_line_stand_where_the_traffic_is() -> None:
+    status = sample()
+    status.limits = "up 10 Mbit/s until 23:00, down 1500 Mbit/s"
+    status.limit_up_bytes_per_second = 1_250_000
+    status.limit_down_bytes_per_second = 187_500_000
+    shown = "\n".join(text(status, 80, 24))
+    assert "sent      12.3 MB (max 10 Mbit/s)" in shown
+    assert "received  45.6 MB (max 1500 " in shown
+    assert "(max" not in "\n".join(text(sample(), 80, 24))
+    assert plain_line(sample(), status) == "limits of the line: up 10 Mbit/s until 23:00, down 1500 Mbit/s"
+    assert plain_line(status, status) is None
+    assert plain_line(status, sample()) == "limits of the line: none"
+
+
 def test_log_lines_tell_what_changed() -> None:
     status = sample()
     first = plain_line(None, status)
