@@ -10,7 +10,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format soak chaos vectors proto
+.PHONY: help setup demo test lint format soak chaos nat vectors proto
 
 help:
 	@echo "make setup    install everything into .venv (Python 3.11 or newer)"
@@ -19,6 +19,7 @@ help:
 	@echo "make lint     style, types and layers; 'make format' rewrites what can be rewritten"
 	@echo "make soak     the agreement simulator over SEEDS=$(SEEDS) seeds; STATE=file: can be stopped and resumed"
 	@echo "make chaos    real processes under kills, cut lines, full disks: MINUTES=$(MINUTES) PEERS=$(PEERS); RESUME=dir goes on"
+	@echo "make nat      peers behind routers of every kind: which of them reach one another (root, iptables)"
 	@echo "make vectors  write the golden vectors anew (a change of the wire format)"
 	@echo "make proto    generate control_pb2 from protocols/spes_protocols/control.proto"
 
@@ -54,6 +55,9 @@ soak: setup
 
 chaos: setup
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --peers $(PEERS) $(if $(RESUME),--resume $(RESUME))
+
+nat: setup
+	$(BIN)/python -m tests.nat
 
 vectors: setup
 	$(BIN)/python -m tests.vectors.generate
