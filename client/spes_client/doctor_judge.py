@@ -9,10 +9,10 @@ import ipaddress
 import statistics
 from collections.abc import Iterator
 
-from spes_client import ui
+from spes_client import homes, ui
 from spes_client.doctor_findings import DIRECT, GIVEN, RELAYED, AddressFound, Findings, PeerFound
 from spes_client.doctor_judge_home import home_rows, machine_rows
-from spes_client.doctor_rows import Maker, Row, again, bad, good, unclear, warn
+from spes_client.doctor_rows import Maker, Row, again, bad, good, here, unclear, warn
 
 CLOCK_SECONDS_CORRECTED = 1.0
 """Beyond this a peer counts with the others' time (`net.directory`)."""
@@ -86,7 +86,7 @@ def _own_address(found: Findings) -> Row:
     if net.observed:
         return warn(
             what, f"behind NAT: {_local(found)} here, {net.observed[0]} to others",
-            "whether the router lets others in cannot be seen from here", _forward(net.observed[0]),
+            "whether the router lets others in cannot be seen from here", _forward(found, net.observed[0]),
         )  # fmt: skip
     if public:
         return good(what, f"public: {' '.join(dict.fromkeys(public))}; a firewall before it cannot be seen from here")
@@ -104,15 +104,13 @@ def _own_address(found: Findings) -> Row:
         return good(what, f"{net.local}, behind NAT; reached through the relay that was asked for")
     cause = "a private address: others reach it only if the router forwards a port, or through a relay"
     if working:
-        return warn(what, f"{net.local}, behind NAT", cause, f"spes-join --relay {working[0].address}")
-    return warn(what, f"{net.local}, behind NAT, and no relay", cause, _forward("ROUTER_ADDRESS"))
+        return warn(what, f"{net.local}, behind NAT", cause, here(found, homes.JOIN, f"--relay {working[0].address}"))
+    return warn(what, f"{net.local}, behind NAT, and no relay", cause, _forward(found, "ROUTER_ADDRESS"))
 
 
-def _forward(router: str) -> str:
-    return (
-        "forward a port of the router to this machine, and: "
-        f"spes-join --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/{router}/tcp/4001"
-    )
+def _forward(found: Findings, router: str) -> str:
+    flags = f"--listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/{router}/tcp/4001"
+    return f"forward a port of the router to this machine, and: {here(found, homes.JOIN, flags)}"
 
 
 def _local(found: Findings) -> str:
@@ -205,7 +203,7 @@ def _unreachable(address: AddressFound, what: str, sad: Maker, retry: str) -> Ro
     shown = "cannot be reached"
     if address.tcp_seconds is not None:
         shown = f"something answers there after {address.tcp_seconds:.2f} s, but not that peer"
-    elif address.tcp_problem:
+    elif address.tcp_problem and address.tcp_problem != cause:
         shown = f"cannot be reached: {address.tcp_problem}"
     return sad(what, shown, cause, f"{advice or 'ask for its current address'}; then: {retry}")
 
@@ -282,9 +280,8 @@ def _peers(found: Findings) -> Iterator[Row]:
     for peer in found.peers.values():
         yield _peer(found, peer)
     if found.peers_left_out:
-        yield unclear(
-            "more peers", f"{found.peers_left_out} were not asked", "so many are enough for a check", "spes status"
-        )
+        look = here(found, "spes status")
+        yield unclear("more peers", f"{found.peers_left_out} were not asked", "so many are enough for a check", look)
     fetched = [peer for peer in found.peers.values() if peer.fetched_bytes]
     if len(fetched) > 1:
         total = sum(peer.fetched_bytes / peer.fetched_seconds for peer in fetched if peer.fetched_seconds)
@@ -307,12 +304,12 @@ def _peer(found: Findings, peer: PeerFound) -> Row:
     if peer.home_path == "":
         return warn(
             what, f"{shown}; the peer here has no connection to it", "its connection has ended, or never came up",
-            "it tries again every few seconds; look with: spes status",
+            f"it tries again every few seconds; look with: {here(found, 'spes status')}",
         )  # fmt: skip
     if path == RELAYED:
         return warn(
             what, shown, "no direct connection came up: one of the two is behind a NAT or firewall",
-            _forward("ROUTER_ADDRESS"),
+            _forward(found, "ROUTER_ADDRESS"),
         )  # fmt: skip
     if seconds > SLOW_CALL_SECONDS:
         cause = "the line between the two is slow or full, or one of the machines is very busy"
@@ -329,7 +326,7 @@ def _silent_peer(found: Findings, peer: PeerFound, what: str) -> Row:
             return good(what, f"{peer.home_path} from the peer here; not asked by the probes, which know no address")
         return unclear(
             what, "not found", "nobody who answered knows an address of it",
-            "it may have left for a while; look with: spes status",
+            f"it may have left for a while; look with: {here(found, 'spes status')}",
         )  # fmt: skip
     if not peer.problem:
         return unclear(what, "no answer in time", "it, or the line to it, is slow", again(found))

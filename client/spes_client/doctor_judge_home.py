@@ -186,7 +186,8 @@ def _disk(found: Findings) -> Row:
     if machine.disk_used:
         needs += f", {memory_text(machine.disk_used)} of it here"
     df = f"df -h {shlex.quote(str(found.home))}"
-    if machine.disk_needed > machine.disk_quota:
+    is_asked = found.running is None  # what a peer that runs was given is its own matter
+    if is_asked and machine.disk_needed > machine.disk_quota:
         allow = f"--disk {-(-machine.disk_needed // GIB)}"
         return bad("disk", needs, f"--disk allows {memory_text(machine.disk_quota)}", again(found, allow))
     if machine.disk_free < missing:
@@ -195,13 +196,13 @@ def _disk(found: Findings) -> Row:
     if machine.disk_free < missing + DISK_SPARE_BYTES:
         return warn("disk", needs, "that is little more than the least", f"free some space: {df}")
     room = machine.disk_free + machine.disk_used - DISK_SPARE_BYTES
-    if machine.disk_quota + machine.disk_cache > room:
+    if is_asked and machine.disk_quota + machine.disk_cache > room:
         cache = min(machine.disk_cache, room // 8) // GIB
         fitting = max(-(-machine.disk_needed // GIB), room // GIB - cache)
         return warn(
             "disk", needs, f"--disk and --cache allow {memory_text(machine.disk_quota + machine.disk_cache)}, more than"
             " there is: the disk would be full before old states go",
-            f"{homes.JOIN} --disk {fitting} --cache {max(1, cache)}",
+            here(found, homes.JOIN, f"--disk {fitting} --cache {max(1, cache)}"),
         )  # fmt: skip
     return good("disk", needs)
 

@@ -325,7 +325,7 @@ class _Probes:
             try:
                 told = await self._transport.call(peer.peer, _TIME, b"", timeout_seconds=seconds_max)
             except NetworkError as error:
-                peer.problem = _without_place(str(error))
+                peer.problem = self._why_silent(peer, _without_place(str(error)))
                 if not peer.calls:
                     return
                 break
@@ -342,6 +342,11 @@ class _Probes:
         await self._path(peer)
         await self._fetch(peer)
         await self._path(peer)  # a hole may have been punched meanwhile
+
+    def _why_silent(self, peer: PeerFound, problem: str) -> str:
+        """Why a peer cannot be reached: what its address said a moment ago, where libp2p only remembers that."""
+        known = [address.connect_problem for address in self._found.addresses if address.peer == peer.peer]
+        return next(filter(None, known), problem) if "a moment ago" in problem else problem
 
     async def _path(self, peer: PeerFound) -> None:
         with contextlib.suppress(NetworkError):
