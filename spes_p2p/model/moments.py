@@ -27,6 +27,7 @@ _DECADES = 5.0
 _STEPS = {"mean": 126, "square": 254}
 """Steps between the smallest and the largest code above zero: a sign and seven bits, or eight bits."""
 
+
 @dataclass(frozen=True, kw_only=True)
 class Quantised:
     """8-bit values: `codes` int8 (with a sign) or uint8 in the shape of the tensor, `scales` fp32, one for a block."""

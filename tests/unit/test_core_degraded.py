@@ -34,9 +34,9 @@ from tests.sim.records import make_header, make_manifest, make_set, next_root, o
 from tests.unit.test_core_members import head_with
 
 RULES: dict[str, Any] = {
-    **{"grace_seconds": 5.0, "blob_seconds": 5.0, "propose_seconds": 4.0, "vote_seconds": 2.0},
-    **{"stall_seconds": 60.0, "lease_seconds": 300.0, "lease_rounds": 2},
-}
+    "grace_seconds": 5.0, "blob_seconds": 5.0, "propose_seconds": 4.0, "vote_seconds": 2.0,
+    "stall_seconds": 60.0, "lease_seconds": 300.0, "lease_rounds": 2,
+}  # fmt: skip
 
 
 def run_of(owners: int, standbys: int = 0, **rules: Any) -> tuple[Manifest, Head]:
