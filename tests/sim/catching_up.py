@@ -57,10 +57,14 @@ class Question:
 
 
 class CatchingUp:
-    """One peer's view of the others' ledgers. While `holds`, the ledger is ahead of the round and no commit goes in."""
+    """One peer's view of the others' ledgers. While `holds`, the ledger is ahead of the round and no commit goes in.
+
+    An opening may go in all the same while `is_stuck`: nobody has the state (`Shell.advancing` is free between tries).
+    """
 
     def __init__(self, peer: SimPeer) -> None:
         self.holds = False
+        self.is_stuck = False
         self._peer = peer
         self._presences: dict[str, Presence] = {}
         self._pauses: dict[str, tuple[float, float]] = {}
@@ -76,6 +80,7 @@ class CatchingUp:
         self._branches: dict[str, Branch] = {}
         self._questions: dict[str, Question] = {}
         self._stopped_at = (b"", 0.0)
+        self._tries = 0
 
     # ---- who is ahead ------------------------------------------------------------------------------------------
 
@@ -187,7 +192,7 @@ class CatchingUp:
             self._peer.log(f"refuses the ledger of {self._peer.world.label(sender)}: {error}")
         came = self._peer.head.id != before
         if came:
-            self.holds = self._came = True
+            self.holds, self._came, self.is_stuck = True, True, False
             self._pauses.pop(sender, None)
             self._peer.sync_ledger()
         if sender in self._questions:
@@ -286,7 +291,7 @@ class CatchingUp:
         peer.log(f"{few.name.lower()}: a commit of few, from {peer.world.label(sender)}")
         if few == Few.TAKE:
             peer.take_entry(question.entry)
-            self.holds = self._came = True
+            self.holds, self._came, self.is_stuck = True, True, False
             peer.sync_ledger()
             self._ask(sender)
             return
@@ -317,7 +322,7 @@ class CatchingUp:
         self._come_to_state()
 
     def _come_to_state(self) -> None:
-        self.holds = self._came or self._first
+        self.holds, self.is_stuck, self._tries = self._came or self._first, False, self._tries + 1
         if self._peer.disk.has_state or not self.holds:
             self._finish()
             return
@@ -327,12 +332,18 @@ class CatchingUp:
             return
         holder = self._holder()
         if holder is None:
-            self._peer.after(RETRY_SECONDS, self._ask_again)
+            self._try_again()
             return
         self._peer.after(self._peer.pause(self._peer.world.options.snapshot_seconds_max), self._on_state, holder)
 
-    def _ask_again(self) -> None:
+    def _try_again(self) -> None:
+        self.is_stuck = True
+        self._peer.after(RETRY_SECONDS, self._ask_again, self._tries)
+
+    def _ask_again(self, tries: int) -> None:
         """Nobody has this state; perhaps others are ahead of it by now."""
+        if tries != self._tries:
+            return  # an opening has come meanwhile
         self._left, self._at_once = self._everybody(), ASKED_AT_FIRST
         self._ask_next()
 
@@ -347,7 +358,7 @@ class CatchingUp:
             if not all(h.id in peer.disk.blobs or peer.world.can_fetch(peer, h) for h in entry.value.headers):
                 return None
             seconds += peer.pause(peer.world.options.apply_seconds_max)
-        return seconds if state_key(peer.world.genesis) in peer.disk.states else None
+        return seconds  # from S_0, which follows from the manifest's seed: whoever has let go of it makes it again
 
     def _holder(self) -> str | None:
         """Somebody who has, or says it has, the state that our head names."""
@@ -367,7 +378,7 @@ class CatchingUp:
                 self._liars.add(holder)  # each chunk is checked, so it is found out
                 peer.log(f"was given a made-up state by {other.label}")
             if not has_it or not world.serves(other, peer):
-                peer.after(RETRY_SECONDS, self._ask_again)
+                self._try_again()
                 return
         peer.disk.put_state(peer.head)
         self._finish()

@@ -54,8 +54,11 @@ class Organizer:
     def reset(self) -> None:
         """Go on from one of the last heads whose state somebody has, with the members that are up."""
         head = self._reset_point()
-        if head is None:
-            return
+        if head is not None:
+            self.reset_to(head)
+
+    def reset_to(self, head: Head) -> None:
+        """Go on from a head of the ledger with those of its members that are up."""
         self._resets = max(self._resets, head.resets) + 1
         up = [peer.name for peer in self._world.peers.values() if peer.up and not peer.leaving]
         rows = [
@@ -86,10 +89,12 @@ class Organizer:
         return next((head for head in kept if world.is_in_model(head) and not head.ended), None)
 
     def _look(self) -> None:
-        """A run without owners waits for a start (SPEC 5.10)."""
+        """A run without owners waits for a start (SPEC 5.10), one whose state nobody has for another reset."""
         world = self._world
         world.after(LOOK_SECONDS, self._look)
         head = world.newest_head()
+        if self._is_reset_in_vain(head):
+            return
         if head.electorate.owners or head.ended or not head.epoch:
             return
         claims: dict[str, Signed[Claim]] = {}
@@ -99,6 +104,23 @@ class Organizer:
         if claims:
             world.log("organizer", f"starts the run again before round {head.round}")
             self.announce("opening", seal(start_record(world.manifest, head, list(claims.values())), START_KEY))
+
+    def _is_reset_in_vain(self, head: Head) -> bool:
+        """Whether nobody can come to the state that a reset named, which then goes further back.
+
+        The state was there when the organizer looked, but nobody has to keep more than two: who had it may have gone
+        on, or for good, before the reset was there. What followed is taken back by then, and the blobs before may be
+        gone too, so that S_0 alone is sure (docs/resilience.md, "could not be fetched").
+        """
+        world = self._world
+        disk = next((peer.disk for peer in world.honest() if peer.head.id == head.id), None)
+        if disk is None or not disk.chain or disk.chain[-1].kind != "reset" or world.can_come_to_state(disk):
+            return False
+        first = disk.chain[0].after
+        if not world.is_in_model(first):
+            return False
+        self.reset_to(first)
+        return True
 
     def _order(self, record: Ban | End) -> None:
         named = self._world.label(record.peer) if isinstance(record, Ban) else ""

@@ -398,11 +398,17 @@ class SimPeer:
             self.after(RETRY_SECONDS, self._apply_commit, output)
 
     def waits_for_what_is_lost(self) -> bool:
-        """Whether it knows that a round is closed whose contributions only those had who have left for good."""
-        output, there = self._awaited, self.world.honest()
-        if output is None or self.head.id != output.body.parent:
+        """Whether it knows that a round is closed whose contributions only those had who have left for good.
+
+        It may know that by the votes, or by a ledger that it has followed: who goes over to a better branch takes its
+        records first, and those who showed them may be gone before the state is here (docs/resilience.md; seed 806022).
+        """
+        world, there, output = self.world, self.world.honest(), self._awaited
+        if output is not None and self.head.id == output.body.parent:
+            return not all(any(h.id in other.disk.blobs for other in there) for h in output.value.headers)
+        if self.disk.has_state or world.can_come_to_state(self.disk):
             return False
-        return not all(any(h.id in other.disk.blobs for other in there) for h in output.value.headers)
+        return any(other.gone and other.disk.position_of(self.head.id) is not None for other in world.peers.values())
 
     def _store_commit(self, output: Committed) -> None:
         if self.head.id != output.body.parent:
@@ -496,7 +502,7 @@ class SimPeer:
         """An organizer's record, pushed; what it goes on from may have to be fetched first."""
         if self.world.organizer.opening_id(opening) in self.disk.heads or not self.ready:
             return
-        if self.catching_up.holds:
+        if self.catching_up.holds and not self.catching_up.is_stuck:
             self.after(RETRY_SECONDS, self._on_opening, opening)
             return
         try:

@@ -410,6 +410,48 @@ def test_an_emptied_run_waits_and_is_started_again() -> None:
     assert world.run(60.0, lambda: watcher.head.round >= head.round + 2)
 
 
+def test_a_reset_to_the_start_goes_on_from_the_state_that_anybody_can_make() -> None:
+    world = swarm(Options())
+    reach(world, 3)
+    assert not any(number == 0 for peer in world.peers.values() for number, _ in peer.disk.states)
+    world.organizer.reset_to(owner(world, 0).disk.chain[0].after)
+    assert world.run(60.0, lambda: all(peer.head.resets == 1 and peer.head.round > 1 for peer in world.peers.values()))
+
+
+def test_a_reset_to_a_state_that_nobody_has_any_more_is_followed_by_one_to_the_start() -> None:
+    world = swarm(Options())
+    reach(world, 4)
+    old = next(entry.after for entry in commits(owner(world, 0)) if entry.after.round == 1)
+    assert not any(peer.offers(old) for peer in world.peers.values())
+    world.organizer.reset_to(old)
+    assert world.run(60.0, lambda: all(peer.head.resets == 2 and peer.head.round > 1 for peer in world.peers.values()))
+
+
+def test_nothing_is_demanded_of_who_has_followed_a_ledger_to_a_state_that_is_gone_for_good() -> None:
+    world = swarm(Options(stall_seconds=15.0, lease_seconds=30.0))
+    reach(world, 1)
+    away = owner(world, 0)
+    away.sleep(50.0, stands_still=True)
+    others = [peer for peer in world.peers.values() if peer is not away]
+    assert world.run(45.0, lambda: min(peer.head.round for peer in others) >= 4)
+    away.wake()
+    assert world.run(60.0, lambda: away.head.round > 2 and not away.disk.has_state)
+    assert not away.waits_for_what_is_lost()
+    assert world.patience_seconds(away.head) == 0.0
+    for peer in others:
+        peer.kill()
+    assert away.waits_for_what_is_lost()
+    assert world.patience_seconds(away.head) is None
+    require_progress(world, heads=2)
+    assert not away.disk.has_state
+
+
+@pytest.mark.parametrize("seed", [804589, 806022])
+def test_schedules_that_failed(seed: int) -> None:
+    """All had let go of a state before the reset to it came; all but one left for good while it changed branch."""
+    assert explain(seed) is None
+
+
 def test_progress_is_demanded() -> None:
     world = swarm(Options())
     reach(world, 1)

@@ -20,6 +20,7 @@ from spes_protocols.codec import digest
 from spes_protocols.errors import RemoteError
 from spes_protocols.messages import Header, Proposal, Signed
 from tests.sim.checkers import Checkers
+from tests.sim.disk import Disk, state_key
 from tests.sim.network import INBOX_MAX, Link, Network
 from tests.sim.options import Options
 from tests.sim.organizer import Organizer
@@ -205,6 +206,17 @@ class World:
         if not holder.up or holder.wakes_at > self.now or holder is peer:
             return False
         return not self.faults_on or self.network.reaches(holder.name, peer.name)
+
+    def can_come_to_state(self, disk: Disk) -> bool:
+        """Whether those who have not left for good have a ledger's newest state, or what it takes to compute it."""
+        there = self.honest()
+        for entry in reversed(disk.chain):
+            if any(state_key(entry.after) in peer.disk.states for peer in there):
+                return True
+            headers = entry.value.headers if entry.value is not None else ()
+            if not all(any(h.id in peer.disk.blobs for peer in there) for h in headers):
+                return False
+        return True  # from S_0, which anybody can make
 
     # ---- what checkers and scenarios ask -----------------------------------------------------------------------
 
