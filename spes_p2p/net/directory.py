@@ -29,6 +29,7 @@ from spes_p2p.crypto.keys import Identity, peer_id_of
 from spes_p2p.net.addresses import parse_address
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.net.records import RecordStorage
+from spes_p2p.net.transport import Transport
 from spes_p2p.net.validator import LIFETIME_SECONDS_MAX, RECORD_BYTES_MAX, Ed25519Validator
 from spes_protocols.errors import NetworkError, RemoteError, UserError
 
@@ -82,6 +83,20 @@ def _checked_find(call_find: Callable[..., Awaitable[Any]]) -> Callable[..., Awa
         return answers
 
     return find
+
+
+async def clock_offset(transport: Transport, peer: str) -> float | None:
+    """A peer's clock minus this machine's, seconds, good to half a call's time; None from one that does not tell."""
+    asked = time.time()
+    try:
+        reply = await transport.call(peer, "time", b"", timeout_seconds=_TIME_SECONDS)
+    except (NetworkError, RemoteError) as error:
+        log.debug("asking %s for the time: %s", peer, error)
+        return None
+    if len(reply) != 8:
+        return None
+    (told,) = struct.unpack(">d", reply)
+    return told - (asked + time.time()) / 2 if math.isfinite(told) else None
 
 
 class Directory:
@@ -258,7 +273,7 @@ class Directory:
 
     async def _set_clock(self) -> None:
         """Count time as the peers do: hivemind refuses a clock that is 3 s off, and records would expire wrongly."""
-        answers = await asyncio.gather(*(self._offset_to(peer) for peer in self._peers))
+        answers = await asyncio.gather(*(clock_offset(self._transport, peer) for peer in self._peers))
         offsets = [offset for offset in answers if offset is not None]
         offset = statistics.median(offsets) if offsets else 0.0
         if abs(offset) > CLOCK_OFFSET_SECONDS_MAX:
@@ -271,18 +286,6 @@ class Directory:
             # It reads its clock through this name in each module, for the whole process, which has one clock.
             for module in (hivemind_timed_storage, hivemind_routing, hivemind_protocol, hivemind_node):
                 module.get_dht_time = self.now
-
-    async def _offset_to(self, peer: str) -> float | None:
-        asked = time.time()
-        try:
-            reply = await self._transport.call(peer, "time", b"", timeout_seconds=_TIME_SECONDS)
-        except (NetworkError, RemoteError) as error:
-            log.debug("asking %s for the time: %s", peer, error)
-            return None
-        if len(reply) != 8:
-            return None
-        (told,) = struct.unpack(">d", reply)
-        return told - (asked + time.time()) / 2 if math.isfinite(told) else None
 
     async def _tell_time(self, sender: str, request: bytes) -> bytes:
         return struct.pack(">d", self.now())

@@ -15,12 +15,10 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import math
 import os
 import random
 import signal
 import statistics
-import struct
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -30,9 +28,10 @@ from typing import TYPE_CHECKING
 
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.addresses import check_listen
+from spes_p2p.net.directory import clock_offset
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.net.transport import Transport
-from spes_protocols.errors import NetworkError, RemoteError, SpesError
+from spes_protocols.errors import NetworkError, SpesError
 
 if TYPE_CHECKING:
     from spes_p2p.peer.peer import Peer
@@ -54,7 +53,6 @@ RELAY_TRIES = 3
 RELAY_BYTES = 1024 * 1024 + 1
 """More than any of libp2p's defaults lets through, and little for a line."""
 
-_TIME_SECONDS = 5.0
 _NAME_SECONDS = 5.0
 _PORT_SECONDS = 5.0
 _RELAY_SECONDS = 60.0
@@ -179,21 +177,8 @@ async def clock_offsets(transport: Transport, peers: Iterable[str]) -> list[floa
     """Clocks of peers minus this machine's, seconds, of those that answer; a few of many are asked, by chance."""
     others = sorted(peers)
     asked = random.sample(others, min(len(others), PEERS_ASKED_MAX))
-    answers = await asyncio.gather(*(_offset_to(transport, peer) for peer in asked))
+    answers = await asyncio.gather(*(clock_offset(transport, peer) for peer in asked))
     return [offset for offset in answers if offset is not None]
-
-
-async def _offset_to(transport: Transport, peer: str) -> float | None:
-    before = time.time()
-    try:
-        reply = await transport.call(peer, "time", b"", timeout_seconds=_TIME_SECONDS)
-    except (NetworkError, RemoteError) as error:
-        log.debug("asking %s for the time: %s", peer, error)
-        return None
-    if len(reply) != 8:
-        return None
-    (told,) = struct.unpack(">d", reply)
-    return told - (before + time.time()) / 2 if math.isfinite(told) else None
 
 
 def judge_clock(offsets: Sequence[float]) -> Finding:
