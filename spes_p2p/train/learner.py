@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from spes_p2p.model.optim import make_adamw, moments_of, part_of
 from spes_p2p.model.sharding import gathered, local
 from spes_p2p.train.loop import RoundPlan, RoundResult, StepReport, train_round
 from spes_p2p.train.ranks import Ranks
-from spes_p2p.train.state import MOMENT_KINDS, parts_of, shape_in_file
+from spes_p2p.train.state import MOMENT_KINDS, Computed, parts_of, shape_in_file
 from spes_protocols import control_pb2 as pb
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import SHARED, group_section
@@ -72,7 +72,11 @@ class Learner:
                 del self._model  # its memory is needed for the next one
                 self._model = self._make(task.groups)
         owned = {group_section(group) for group in task.groups}
-        self._model.load(_Start(start, self.ranks, {name for name in start if self._sections[name] in owned}))
+
+        def first(name: str) -> FloatArray:
+            return self.ranks.from_leader(start[name]) if self._sections[name] in owned else start[name]
+
+        self._model.load(Computed(start, first))
         adamw = make_adamw(self._model, self._manifest.optimizer, moments)
         result = train_round(
             model=self._model,
@@ -117,23 +121,6 @@ class Learner:
     def _weights(self, name: str) -> Tensor:
         parameter = self._model.get_parameter(name)
         return gathered(local(parameter), parameter, tuple(parameter.shape)).detach()
-
-
-class _Start(Mapping[str, FloatArray]):
-    """Weights by name, those of `led` names as rank 0 has them."""
-
-    def __init__(self, start: Mapping[str, FloatArray], ranks: Ranks, led: Collection[str]) -> None:
-        self._start, self._ranks, self._led = start, ranks, led
-
-    def __getitem__(self, name: str) -> FloatArray:
-        values = self._start[name]
-        return self._ranks.from_leader(values) if name in self._led else values
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._start)
-
-    def __len__(self) -> int:
-        return len(self._start)
 
 
 def plan_of(task: pb.TrainRound) -> RoundPlan:

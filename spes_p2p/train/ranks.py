@@ -36,11 +36,6 @@ class Ranks:
     count: int = 1
     mesh: DeviceMesh | None = None
 
-    @property
-    def leads(self) -> bool:
-        """Whether this is the process that speaks to the peer."""
-        return self.rank == 0
-
     def spread(self, batch_BS: Tensor, micro_batch: int) -> list[tuple[Tensor, float]]:
         """This process's micro-batches of a step, each with its share of the whole batch.
 
