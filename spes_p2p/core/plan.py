@@ -40,8 +40,7 @@ PROCESS_BYTES: dict[Device, int] = {"cpu": 512 * MIB, "cuda": 2048 * MIB}
 """A trainer's process before it has a tensor: Python, torch and, for a card, CUDA's libraries."""
 
 PEER_PROCESSES_BYTES = 448 * MIB
-"""The peer, its worker and the network daemon together, without the tensor at hand: with a trainer's process about what
-a volunteer of the demo takes (docs/benchmarks.md)."""
+"""The peer, its worker and the network daemon together, without the tensor at hand: an allowance."""
 
 RECORD_BYTES_PER_OWNER = 1000
 """Of a commit: an owner's header, signed vote and row in the member table. With four owners a commit has 3.9 kB."""
