@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_client.ui import EXIT_CODES, Parser, dir_flag, flag, home, run_program, whole_number
-from spes_p2p.net.limits import UNLIMITED, max_down, max_up
+from spes_client.ui import EXIT_CODES, Parser, dir_flag, flag, home, rate_flags, run_program, whole_number
+from spes_p2p.net.limits import UNLIMITED
 from spes_protocols.errors import UserError
 
 if TYPE_CHECKING:
@@ -55,14 +55,7 @@ def build_parser() -> Parser:
     flag(
         parser, "--announce", action="append", metavar="ADDR", help="multiaddr to tell others instead of the found ones"
     )
-    flag(
-        parser,
-        "--max-up",
-        type=max_up,
-        metavar="RATE",
-        help="limit for sending to peers beyond the LAN, such as 10mbit or 10mbit,23:00-07:00=none (default none)",
-    )
-    flag(parser, "--max-down", type=max_down, metavar="RATE", help="the same for receiving from them")
+    rate_flags(parser)
     flag(parser, "--start-key", metavar="FILE", help="key that opens the run once min_peers claims are there")
     flag(parser, "--archive", action="store_true", help="keep every blob of the run, and states to join from")
     flag(

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from spes_client.machine import GPUS_MAX
-from spes_client.ui import EXIT_CODES, Parser, dir_flag, flag, home, one_of, run_program, whole_number
+from spes_client.ui import EXIT_CODES, Parser, dir_flag, flag, home, one_of, rate_flags, run_program, whole_number
 from spes_p2p.core.engine import FROZEN, GRADIENTS, MOMENTS
-from spes_p2p.net.limits import UNLIMITED, max_down, max_up
+from spes_p2p.net.limits import UNLIMITED
 
 if TYPE_CHECKING:
     from spes_p2p.peer.options import PeerOptions
@@ -67,14 +67,7 @@ def _network_flags(parser: Parser) -> None:
         metavar="ADDR",
         help="relay to be reachable through, for machines behind NAT; may be repeated",
     )
-    flag(
-        parser,
-        "--max-up",
-        type=max_up,
-        metavar="RATE",
-        help="limit for sending to peers beyond the LAN, such as 10mbit or 10mbit,23:00-07:00=none (default none)",
-    )
-    flag(parser, "--max-down", type=max_down, metavar="RATE", help="the same for receiving from them")
+    rate_flags(parser)
 
 
 def _machine_flags(parser: Parser) -> None:

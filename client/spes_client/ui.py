@@ -143,6 +143,20 @@ def number(low: float, high: float) -> Callable[[str], float]:
     return convert
 
 
+def rate_flags(parser: argparse.ArgumentParser) -> None:
+    """`--max-up` and `--max-down`: limits of the line, as `net.limits` reads them."""
+    from spes_p2p.net.limits import max_down, max_up
+
+    flag(
+        parser,
+        "--max-up",
+        type=max_up,
+        metavar="RATE",
+        help="limit for sending to peers beyond the LAN, such as 10mbit or 10mbit,23:00-07:00=none (default none)",
+    )
+    flag(parser, "--max-down", type=max_down, metavar="RATE", help="the same for receiving from them")
+
+
 def dir_flag(parser: argparse.ArgumentParser, what: str = "the home of identity and runs") -> None:
     """The `--dir` flag that all commands on local files share."""
     flag(parser, "--dir", metavar="DIR", env="SPES_HOME", help=f"{what} (default {tilde(default_home())})")

@@ -11,7 +11,14 @@ import pytest
 
 from spes_client.main import main
 from spes_client.manifest_toml import render
+from spes_client.measured import Rates
 from spes_client.presets import new_manifest
+
+RATES = Rates(
+    device="cpu", device_name="cpu", threads=1, matmul_flops=1e11, adamw_elements=1e9, apply_bytes=4e8,
+    disk_write_bytes=1e8, disk_read_bytes=1e9, fsync_seconds=0.01, hash_bytes=4e8,
+)  # fmt: skip
+"""What `spes bench` might have measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

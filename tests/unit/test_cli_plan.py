@@ -12,7 +12,7 @@ import pytest
 
 from spes_client import bench, fitting, machine, measured
 from spes_client.machine import Card, Machine, parse_card
-from spes_client.measured import Measured, Rates, Step
+from spes_client.measured import Measured, Step
 from spes_client.presets import new_manifest
 from spes_client.subject import Subject, of_preset
 from spes_p2p.core.choice import Wish
@@ -21,13 +21,8 @@ from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.trainer_link import TrainerOptions
 from spes_protocols.errors import UserError
 from spes_protocols.manifest import Manifest
-from tests.unit.cli_support import Spes, complete, write_toml
+from tests.unit.cli_support import RATES, Spes, complete, write_toml
 from tests.unit.model_support import MODEL
-
-RATES = Rates(
-    device="cpu", device_name="cpu", threads=1, matmul_flops=1e11, adamw_elements=1e9, apply_bytes=4e8,
-    disk_write_bytes=1e8, disk_read_bytes=1e9, fsync_seconds=0.01, hash_bytes=4e8,
-)  # fmt: skip
 
 
 @pytest.fixture

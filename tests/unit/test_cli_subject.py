@@ -12,16 +12,11 @@ import pytest
 
 from spes_client import bench, measured
 from spes_client.manifest_toml import render
-from spes_client.measured import Measured, Rates, Step
+from spes_client.measured import Measured, Step
 from spes_client.presets import new_manifest
 from spes_client.subject import of_preset
 from spes_p2p.core.plan import step_flops_per_token
-from tests.unit.cli_support import Spes
-
-RATES = Rates(
-    device="cpu", device_name="cpu", threads=1, matmul_flops=1e11, adamw_elements=1e9, apply_bytes=4e8,
-    disk_write_bytes=1e8, disk_read_bytes=1e9, fsync_seconds=0.01, hash_bytes=4e8,
-)  # fmt: skip
+from tests.unit.cli_support import RATES, Spes
 
 
 @pytest.fixture
