@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, TypeVar
 from spes_client import homes, machine
 from spes_client.doctor_findings import HomeFound, MachineFound, PortFound, RunningFound
 from spes_client.fitting import fit
+from spes_client.keys_commands import backup_note, read_backup_note
 from spes_p2p.core.plan import GIB
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.addresses import check_listen
 from spes_p2p.peer import joining
-from spes_p2p.peer.program import NETWORK
-from spes_p2p.peer.remembered import Remembered, recall, with_port
+from spes_p2p.peer.remembered import NETWORK, Remembered, recall, with_port
 from spes_p2p.peer.retention import bytes_needed
 from spes_p2p.store.ledger_db import LedgerDB
 from spes_p2p.store.rundir import RunDir, pinned_run
@@ -108,8 +108,13 @@ def _look_identity(home: Path, found: HomeFound) -> None:
     try:
         found.peer = Identity.load(path).peer_id
         found.identity = "good"
+        noted = read_backup_note(path)
+        if noted is not None:
+            found.backup_day, found.backup_fingerprint = noted
     except UserError as error:
         found.identity, found.identity_problem = "bad", str(error)
+    except OSError as error:
+        found.backup_problem = f"{backup_note(path)}: {error.strerror or error}"
 
 
 def holder(directory: Path) -> int | None:

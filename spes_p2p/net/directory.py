@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import random
 import statistics
 import struct
 import time
@@ -47,6 +48,7 @@ _ATTACH_SECONDS = 10.0
 _RETRY_SECONDS = 1.0
 _RPC_SECONDS = 3.0
 _PEERS_ASKED_MAX = 16
+_GREET_SECONDS = 60.0
 
 
 def run_key(run_id: bytes, name: str) -> str:
@@ -111,6 +113,7 @@ class Directory:
         self._node: DHTNode | None = None
         self._p2p: P2P | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._greeting: asyncio.Task[None] | None = None
 
     @classmethod
     async def create(
@@ -145,6 +148,7 @@ class Directory:
             self._watch = asyncio.create_task(self._keep_attached())
             if ids and not await self._join():
                 raise NetworkError(f"no answer from the directory at {', '.join(ids)}; check that it is running")
+            self._greeting = asyncio.create_task(self._keep_greeting())
         except BaseException:
             await self.close()
             raise
@@ -201,9 +205,10 @@ class Directory:
 
     async def close(self) -> None:
         """Leave the DHT; records published live on until they expire."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.wait([self._watch])
+        for task in (self._watch, self._greeting):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
         if self._node is not None and self._node.is_alive:
             # Without an answer the daemon is gone, and with it what was to be taken back.
             with contextlib.suppress(TimeoutError, P2PDaemonError):
@@ -251,11 +256,27 @@ class Directory:
 
     # -- neighbours and time -----------------------------------------------------------------------------------
 
-    async def _join(self) -> bool:
-        """Greet the peers we know and find our neighbours through them. Returns whether anybody answered."""
+    async def greet(self) -> bool:
+        """Greet connected peers that are no neighbours yet and look for neighbours through them; whether any is new.
+
+        Two directories that have lost one another, or never met, become one by a single greeting between them.
+        Raises `NetworkError`.
+        """
         assert self._node is not None
-        links = await self._transport.links()
-        asked = list(dict.fromkeys([*self._peers, *links]))[:_PEERS_ASKED_MAX]
+        known = {peer.to_base58() for peer in self._node.protocol.routing_table.uid_to_peer_id.values()}
+        strangers = [peer for peer in await self._transport.links() if peer not in known]
+        return bool(strangers) and await self._join(random.sample(strangers, min(len(strangers), _PEERS_ASKED_MAX)))
+
+    async def _keep_greeting(self) -> None:
+        while True:
+            await asyncio.sleep(_GREET_SECONDS * random.SystemRandom().uniform(0.5, 1.5))
+            with contextlib.suppress(NetworkError, OSError, asyncio.IncompleteReadError, P2PDaemonError):
+                await self.greet()
+
+    async def _join(self, peers: Sequence[str] = ()) -> bool:
+        """Greet these peers (default: all we know) and find our neighbours through them; whether anybody answered."""
+        assert self._node is not None
+        asked = list(peers or dict.fromkeys([*self._peers, *await self._transport.links()]))[:_PEERS_ASKED_MAX]
         protocol = self._node.protocol
         answers = await asyncio.gather(*(protocol.call_ping(PeerID.from_base58(peer)) for peer in asked))
         if all(answer is None for answer in answers):

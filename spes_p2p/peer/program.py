@@ -8,20 +8,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from spes_p2p.crypto.envelope import unseal_manifest
 from spes_p2p.crypto.keys import Identity
-from spes_p2p.net.addresses import parse_address
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.net.limits import Limits
 from spes_p2p.peer import joining
+from spes_p2p.peer.connections import connect_again, stay_connected
 from spes_p2p.peer.logfile import logging_to
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.peer import Peer
-from spes_p2p.peer.remembered import ADDRESSES_MAX, Remembered, recall, remember, with_port
+from spes_p2p.peer.remembered import NETWORK, Remembered, recall, with_port
 from spes_p2p.peer.retention import require_quota
 from spes_p2p.store.files import make_directory
 from spes_p2p.store.rundir import RunDir, hold
@@ -30,10 +31,10 @@ from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Signed
 from spes_protocols.types import ENVELOPE_BYTES_MAX
 
-RECONNECT_SECONDS = 15.0
-CONNECT_AGAIN_SECONDS = 5.0
-NETWORK = "network"
-"""The file in a home with what it remembers of the network."""
+AGAIN_SECONDS = (2.0, 6.0)
+"""Most of the pauses before a newcomer tries again whom it was told of: a bootstrap that is being restarted is back."""
+DIAL_BACKOFF_SECONDS = 5.0
+"""libp2p does not dial an address again before, and says so at once."""
 
 log = logging.getLogger(__name__)
 log.setLevel(logging.INFO)
@@ -79,7 +80,7 @@ async def open_peer(
         if known is None:
             stack.enter_context(run_dir.lock())
         else:
-            reached += await _connect_again(transport, remembered.peers, reached)
+            reached += await connect_again(transport, remembered.peers, reached)
         require_quota(run_dir.manifest.record, options)
         await asyncio.to_thread(joining.give_first_state, run_dir, manifest_path, genesis_path, say)
         stack.enter_context(logging_to(run_dir.log_path))
@@ -93,7 +94,7 @@ async def run_until_done(peer: Peer, reached: list[str], say: Say) -> None:
     """Run a peer; the first SIGINT or SIGTERM leaves cleanly, the second at once."""
     loop = asyncio.get_running_loop()
     running = asyncio.create_task(peer.run(reached))
-    keeping = asyncio.create_task(_stay_connected(peer))
+    keeping = asyncio.create_task(stay_connected(peer))
     signals = 0
 
     def on_signal() -> None:
@@ -140,23 +141,22 @@ async def _transport(options: PeerOptions, peer_id: str, remembered: Remembered)
     raise AssertionError("the last try returns or raises")
 
 
-async def _connect_again(transport: LibP2P, addresses: Sequence[str], reached: Sequence[str]) -> list[str]:
-    """Try the peers of earlier, all at once; returns those that answer and are not `reached` yet."""
-    tries = [transport.connect(address, timeout_seconds=CONNECT_AGAIN_SECONDS) for address in addresses]
-    found = await asyncio.gather(*tries, return_exceptions=True)
-    return sorted({peer for peer in found if isinstance(peer, str)} - set(reached))
-
-
 async def _connect(transport: LibP2P, options: PeerOptions, *, may_fail: bool, say: Say) -> list[str]:
     if not options.peers:
         return []
-    try:
-        return await joining.connect_any(transport, options.peers)
-    except NetworkError as error:
-        if not may_fail:
-            raise
-        say(f"{error}; going on with the peers known from earlier")
-        return []
+    for pause in (0.0,) if may_fail else (*AGAIN_SECONDS, 0.0):
+        try:
+            return await joining.connect_any(transport, options.peers)
+        except NetworkError as error:
+            if may_fail:
+                say(f"{error}; going on with the peers known from earlier")
+                return []
+            if not pause:
+                raise
+            seconds = random.SystemRandom().uniform(pause / 2, pause) + DIAL_BACKOFF_SECONDS
+            say(f"{error}; trying again in {seconds:.0f} s")
+            await asyncio.sleep(seconds)
+    raise AssertionError("the last try returns or raises")
 
 
 async def _run_dir(
@@ -189,46 +189,6 @@ def _read_manifest(path: Path) -> Signed[Manifest]:
         if path.suffix == ".toml":
             raise UserError(f"{path} is not signed; sign it with: spes run sign {path} --key YOUR_KEY") from None
         raise UserError(f"{path} is not a signed manifest ({error}); make one with: spes run sign") from None
-
-
-async def _stay_connected(peer: Peer) -> None:
-    """Keep trying the addresses that were given or remembered, in case everybody else is gone; remember new ones."""
-    path = peer.options.home / NETWORK
-    while True:
-        await asyncio.sleep(RECONNECT_SECONDS)
-        links = await _links(peer)
-        for text in (*peer.options.peers, *recall(path).peers):
-            address, peer_id, _ = parse_address(text)
-            if peer_id not in links and peer_id != peer.identity.peer_id:
-                with contextlib.suppress(NetworkError, RemoteError):
-                    await peer.transport.connect(address)
-                    await peer.contacts.hello(peer_id)
-        try:
-            remember(path, await _network_now(peer))
-        except NetworkError:
-            continue
-        except UserError as error:
-            peer.note(str(error))
-
-
-async def _network_now(peer: Peer) -> Remembered:
-    """The port listened on and one address of each peer heard of lately."""
-    own = await peer.transport.addresses()
-    ports = [int(parts[4]) for parts in (address.split("/") for address in own) if parts[3] == "tcp"]
-    presences = [peer.contacts.presence(other) for other in sorted(peer.contacts.fresh())]
-    others: list[str] = []
-    for presence in presences:
-        with contextlib.suppress(UserError):  # what a peer calls its address may be anything
-            if presence is not None and presence.addresses:
-                others.append(parse_address(presence.addresses[0])[0])
-    return Remembered(port=ports[0] if ports else 0, peers=tuple(others[:ADDRESSES_MAX]))
-
-
-async def _links(peer: Peer) -> set[str]:
-    try:
-        return set(await peer.transport.links())
-    except NetworkError:
-        return set()
 
 
 def _logged(say: Say) -> Say:

@@ -15,6 +15,9 @@ from spes_p2p.net.addresses import check_listen, parse_address
 from spes_p2p.store.files import atomic_write
 from spes_protocols.errors import UserError
 
+NETWORK = "network"
+"""The file's name in a home."""
+
 ADDRESSES_MAX = 64
 _BYTES_MAX = 64 * 1024
 

@@ -71,6 +71,21 @@ async def test_everybody_finds_everybodys_newest_record(*nodes: Node) -> None:
 
 
 @net_test
+async def test_two_directories_become_one_by_one_connection(net: Net) -> None:
+    first, alone = await net.node(directory=True), await net.node(directory=True)
+    second = await net.node([await first.address()], directory=True)
+    assert not await alone.dht.greet()  # nobody to greet
+    await alone.dht.publish(KEY, b"alone", 600)
+    assert await second.dht.lookup(KEY) == []
+    await alone.transport.connect(await second.address())
+    assert await alone.dht.greet()
+    assert not await alone.dht.greet()  # neighbours by now
+    await alone.dht.publish(KEY, b"alone no more", 600)
+    for node in (first, second):
+        assert await node.dht.lookup_by_peer(KEY) == {alone.peer_id: b"alone no more"}
+
+
+@net_test
 async def test_five_nodes_go_on_without_the_first(net: Net) -> None:
     first = await net.node(directory=True, relay=True)
     address = await first.address()

@@ -7,18 +7,15 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
 from spes_p2p.crypto.envelope import seal
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.peer import contacts as module
-from spes_p2p.peer import program
+from spes_p2p.peer.connections import network_now
 from spes_p2p.peer.contacts import Contacts
-from spes_p2p.peer.peer import Peer
-from spes_p2p.peer.remembered import recall, remember
+from spes_p2p.peer.remembered import Remembered, recall, remember
 from spes_protocols.codec import encode
 from spes_protocols.errors import RemoteError
 from spes_protocols.messages import Presence, Signed
@@ -157,7 +154,7 @@ def test_addresses_that_are_none_are_not_remembered(address: str, tmp_path: Path
         good, bad = presence(BOB), seal(replace(presence(EVE).record, addresses=(address,)), EVE)
         for signed in (good, bad):
             await ada.on_hello(signed.signer, signed.raw)
-        now = await program._network_now(cast(Peer, SimpleNamespace(transport=ada._transport, contacts=ada)))
+        now = await network_now(ada._transport, ada, Remembered())
         remember(tmp_path / "network", now)
         assert recall(tmp_path / "network") == now
         assert now.peers == good.record.addresses
