@@ -68,6 +68,12 @@ def _network_flags(parser: Parser) -> None:
         help="relay to be reachable through, for machines behind NAT; may be repeated",
     )
     rate_flags(parser)
+    flag(
+        parser,
+        "--metrics",
+        metavar="HOST:PORT",
+        help="serve metrics for Prometheus over HTTP here; a port alone is on loopback (default: none)",
+    )
 
 
 def _machine_flags(parser: Parser) -> None:
@@ -188,18 +194,26 @@ def options_of(args: argparse.Namespace) -> PeerOptions:
 
 
 def _join(args: argparse.Namespace) -> int:
+    from spes_p2p.peer.exporter import listen_address
+
     options = options_of(args)
+    if args.metrics:
+        listen_address(args.metrics)  # now, not when the network is up
     live = sys.stdout.isatty() and not args.plain
-    asyncio.run(_run(options, live))
+    asyncio.run(_run(options, live, args.metrics))
     return 0
 
 
-async def _run(options: PeerOptions, live: bool) -> None:
+async def _run(options: PeerOptions, live: bool, metrics: str | None) -> None:
     from spes_client.fitting import fit
+    from spes_p2p.peer.exporter import serving
     from spes_p2p.peer.program import open_peer, run_until_done
 
     view = _View(live)
-    async with open_peer(options, None, view.say, fit=fit) as (peer, reached):
+    async with (
+        open_peer(options, None, view.say, fit=fit) as (peer, reached),
+        serving(peer, metrics, view.say),
+    ):
         view.show(peer)
         try:
             await run_until_done(peer, reached, view.say)

@@ -200,6 +200,9 @@ class Peer:
                     raise
                 self.note(f"joining the directory: {error}")
         assert self._directory is not None
+        if offset := self._directory.clock_offset_seconds:
+            way = "behind" if offset > 0 else "ahead of"
+            self.note(f"this machine's clock is {abs(offset):.0f} s {way} the other peers'; corrected here, but set it")
         self.contacts.directory = RunDirectory(self._directory, self.run_dir.run_id)
 
     async def _unless_left(self, work: Coroutine[Any, Any, None]) -> bool:

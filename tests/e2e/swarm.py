@@ -340,14 +340,21 @@ class Swarm:
         )  # fmt: skip
         return boot
 
-    def volunteer(self, name: str, *peers: str, options: Sequence[object] = (), side: Side | None = None) -> Volunteer:
+    def volunteer(
+        self,
+        name: str,
+        *peers: str,
+        options: Sequence[object] = (),
+        side: Side | None = None,
+        prefix: Sequence[str] = (),
+    ) -> Volunteer:
         """A `spes-join`; the same name again means the same home."""
         home = self.run.folder / name
         addresses = itertools.chain.from_iterable(("--peer", peer) for peer in peers)
         volunteer: Volunteer = self.start(
             name, "-m", "spes_client.join", "--plain", "--dir", home, *addresses, "--threads", 1,
             "--listen", _listen(side), "--allow-source", self.run.folder, *options,
-            kind=Volunteer, prefix=side.prefix if side else (),
+            kind=Volunteer, prefix=(*(side.prefix if side else ()), *prefix),
         )  # fmt: skip
         volunteer.home = home
         return volunteer

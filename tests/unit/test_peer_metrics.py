@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from spes_bootstrap import main as bootstrap
+from spes_client import join
 from spes_p2p.core.members import Strength
 from spes_p2p.peer import exporter, selfcheck
 from spes_p2p.peer.exporter import CONNECTIONS_MAX, REQUEST_BYTES_MAX, Exporter, Gatherer, disk_used, listen_address
@@ -180,6 +182,15 @@ def test_an_address_that_is_none(text: str, wrong: str) -> None:
         listen_address(text)
     assert wrong in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("program", [join.main, bootstrap.main])
+def test_an_address_that_is_none_ends_a_program_before_it_begins(
+    program: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program(["--metrics", "nowhere:9464", "--dir", str(tmp_path / "home")]) == 2
+    assert "--metrics 'nowhere:9464'" in capsys.readouterr().err
+    assert not (tmp_path / "home").exists()
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------
