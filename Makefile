@@ -4,6 +4,7 @@ PYTHON ?= python3
 SEEDS ?= 2000
 MINUTES ?= 3
 PEERS ?= 4
+TRANSFERS ?= 2000
 RUN_DIR ?= demo-run
 
 BIN := .venv/bin
@@ -17,7 +18,8 @@ help:
 	@echo "make demo     one bootstrap and four volunteers train a small model here, then replay the log"
 	@echo "make test     all tests"
 	@echo "make lint     style, types and layers; 'make format' rewrites what can be rewritten"
-	@echo "make soak     the agreement simulator over SEEDS=$(SEEDS) seeds; STATE=file: can be stopped and resumed"
+	@echo "make soak     the agreement simulator over SEEDS=$(SEEDS) seeds; STATE=file: can be stopped and resumed;"
+	@echo "              then TRANSFERS=$(TRANSFERS) blobs over streams that break"
 	@echo "make chaos    real processes under kills, cut lines, full disks: MINUTES=$(MINUTES) PEERS=$(PEERS); RESUME=dir goes on"
 	@echo "make nat      peers behind routers of every kind: which of them reach one another (root, iptables)"
 	@echo "make vectors  write the golden vectors anew (a change of the wire format)"
@@ -52,6 +54,7 @@ format: setup
 
 soak: setup
 	$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) $(if $(STATE),--state $(STATE))
+	$(BIN)/python -m tests.net.transfers --count $(TRANSFERS)
 
 chaos: setup
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --peers $(PEERS) $(if $(RESUME),--resume $(RESUME))
