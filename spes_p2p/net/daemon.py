@@ -2,7 +2,8 @@
 
 hivemind can start p2pd itself, but not with the relay flags we need, and it never notices that the daemon died or
 stopped answering. Here its end is seen at once and its silence within ten seconds; it is restarted with growing pauses
-on the same ports, and whoever uses it is told (`on_up`) to register and connect again.
+on the same ports, and whoever uses it is told (`on_up`) to register and connect again. So it is when it has lost its
+places at relays (relays.py), or is to have others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -27,6 +28,7 @@ from typing import IO
 from spes_p2p.net.addresses import check_announce, check_listen, parse_address
 from spes_p2p.net.control import Control
 from spes_p2p.net.launch import launch
+from spes_p2p.net.relays import keep_places
 from spes_protocols.errors import NetworkError, UserError
 
 log = logging.getLogger(__name__)
@@ -84,12 +86,26 @@ class Daemon:
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: asyncio.StreamWriter | None = None
         self._up = asyncio.Event()
-        self._watch: asyncio.Task[None] | None = None
+        self._again = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def pid(self) -> int | None:
         """Process id of the running daemon."""
         return self._process.pid if self._process is not None else None
+
+    @property
+    def relays(self) -> tuple[str, ...]:
+        """Multiaddrs of the relays it is to be reachable through; a relay itself has none."""
+        return () if self._options.relay else self._options.relays
+
+    async def own_addresses(self) -> list[str]:
+        """Multiaddrs without the peer id, as the daemon tells them to others. Raises `NetworkError`."""
+        try:
+            async with asyncio.timeout(PULSE_DEADLINE_SECONDS):
+                return (await self.control.identify())[1]
+        except TimeoutError:
+            raise NetworkError("the network daemon does not answer") from None
 
     async def start(self) -> None:
         """Start the daemon and its watch. Raises `UserError` for a busy port, `NetworkError` if it does not come up."""
@@ -100,18 +116,31 @@ class Daemon:
             await self.close()
             raise
         self._up.set()
-        self._watch = asyncio.create_task(self._keep_up())
+        self._tasks = [asyncio.create_task(work) for work in (self._keep_up(), keep_places(self))]
 
     async def ready(self) -> None:
         """Wait until the daemon answers; the caller sets the deadline."""
         await self._up.wait()
 
+    async def restart(self, *, relays: Sequence[str] | None = None) -> None:
+        """End the daemon and start it on the same ports, with other `relays` (multiaddrs) if they are given.
+
+        Every connection is lost, and made again as after a death. Returns when it answers; the caller sets the
+        deadline. Raises `UserError` for an invalid address.
+        """
+        if relays is not None:
+            self._options = replace(self._options, relays=tuple(relays))
+        self._up.clear()
+        self._again.set()
+        await self._up.wait()
+
     async def close(self) -> None:
         """End the daemon and remove its sockets."""
         self._up.clear()
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.wait([self._watch])
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         await self._end(signal.SIGTERM)
         shutil.rmtree(self.directory, ignore_errors=True)
         self._alive.close()
@@ -125,8 +154,11 @@ class Daemon:
                 if time.monotonic() - started > _STEADY_SECONDS:
                     attempt = 0
             await self._end(signal.SIGKILL)
-            await asyncio.sleep(_PAUSES_SECONDS[min(attempt, len(_PAUSES_SECONDS) - 1)])
-            attempt, started = attempt + 1, time.monotonic()
+            if not self._again.is_set():
+                await asyncio.sleep(_PAUSES_SECONDS[min(attempt, len(_PAUSES_SECONDS) - 1)])
+                attempt += 1
+            self._again.clear()
+            started = time.monotonic()
             try:
                 await self._launch()
                 async with asyncio.timeout(_START_SECONDS):
@@ -135,17 +167,23 @@ class Daemon:
                 log.warning("the network daemon did not restart: %s", error)
                 continue
             self.restarts += 1
-            self._up.set()
             log.warning("the network daemon was restarted")
+            if not self._again.is_set():
+                self._up.set()
 
     async def _until_silent(self) -> None:
-        """Return when the daemon has ended, or has left two heartbeats unanswered."""
+        """Return when the daemon has ended, has left two heartbeats unanswered, or is to be started anew."""
         assert self._process is not None
         ended = asyncio.create_task(self._process.wait())
+        again = asyncio.create_task(self._again.wait())
         try:
             misses = 0
             while misses < 2:
-                done, _ = await asyncio.wait([ended], timeout=PULSE_SECONDS if not misses else 0)
+                done, _ = await asyncio.wait(
+                    (ended, again), timeout=PULSE_SECONDS if not misses else 0, return_when=asyncio.FIRST_COMPLETED
+                )
+                if again in done:
+                    return
                 if done:
                     log.warning("the network daemon ended: %s", self._last_words())
                     return
@@ -158,6 +196,7 @@ class Daemon:
             log.warning("the network daemon does not answer")
         finally:
             ended.cancel()
+            again.cancel()
 
     async def _launch(self) -> None:
         for address in self._options.listen:

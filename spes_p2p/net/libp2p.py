@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
@@ -57,12 +58,16 @@ _SEND_SECONDS = 60.0
 _LINGER_SECONDS = 10.0
 _CONNECT_SECONDS = 10.0
 _RETRY_SECONDS = 1.0
+_RETRY_SECONDS_MAX = 5.0
+"""About as long as libp2p itself does not try an address again that has failed."""
 _KNOWN_PEERS_MAX = 8192
 _RECONNECTS_AT_ONCE = 16
 _LINKS_SECONDS = 5.0
 """So long what is known of the addresses of connections decides who is of the LAN."""
 _LOOK_AGAIN_SECONDS = 0.5
 """So soon a peer that was not among them is looked for again."""
+
+_chance = random.SystemRandom()
 
 _BACKOFF = "it could not be reached a moment ago; it is tried again in a few seconds"
 
@@ -331,12 +336,16 @@ class LibP2P:
             raise NetworkError(f"{what} took longer than {seconds:g} s") from None
 
     async def _connect_first(self, peers: Sequence[str], seconds: float) -> None:
-        """Try all addresses, again and again, until one peer answers; the others go on to be tried by calls."""
+        """Try all addresses, again and again, until one peer answers; the others go on to be tried by calls.
+
+        Raises `NetworkError` that names each address and what was last wrong with it.
+        """
         for address in peers:
             multiaddr, peer, _ = parse_address(address)
             self.add_address(peer, [multiaddr])
         reasons: dict[str, str] = {}
         deadline = asyncio.get_running_loop().time() + seconds
+        pause = _RETRY_SECONDS
         while True:
             left = deadline - asyncio.get_running_loop().time()
             tries = [self.connect(address, timeout_seconds=max(1.0, min(left, _CONNECT_SECONDS))) for address in peers]
@@ -346,11 +355,12 @@ class LibP2P:
                     return
                 if not isinstance(result, NetworkError):
                     raise result
-                if _BACKOFF not in str(result):
+                if _BACKOFF not in str(result) or address not in reasons:
                     reasons[address] = str(result)
-            if asyncio.get_running_loop().time() + _RETRY_SECONDS > deadline:
+            if asyncio.get_running_loop().time() + pause > deadline:
                 raise NetworkError("; ".join(reasons.values()))
-            await asyncio.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(pause * (0.5 + _chance.random() / 2))
+            pause = min(pause * 1.5, _RETRY_SECONDS_MAX)
 
     # -- answering ---------------------------------------------------------------------------------------------
 

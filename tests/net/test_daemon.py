@@ -73,6 +73,16 @@ async def test_an_unreachable_first_peer_is_named_and_one_of_two_is_enough(net: 
 
 
 @net_test
+async def test_a_first_peer_that_libp2p_does_not_dial_again_yet_is_named(net: Net) -> None:
+    gone = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}"
+    node = await net.node()
+    with pytest.raises(NetworkError, match="refused"):
+        await node.transport.connect(gone)
+    with pytest.raises(NetworkError, match=f"cannot reach {gone}: .*a moment ago"):
+        await node.transport._connect_first([gone], 0.0)
+
+
+@net_test
 async def test_a_peer_that_comes_up_later_is_waited_for(net: Net) -> None:
     first = await net.node()
     address = await first.address()
