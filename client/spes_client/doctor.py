@@ -60,6 +60,10 @@ def register(subparsers: Any) -> None:
     ui.flag(parser, "--gpus", type=ui.whole_number(1, GPUS_MAX), metavar="N", help="GPUs to train on, as spes-join")
     ui.flag(parser, "--disk", type=ui.whole_number(1, 1_000_000), metavar="GIB", help="disk to use, as spes-join")
     ui.flag(parser, "--cache", type=ui.whole_number(1, 1_000_000), metavar="GIB", help="disk for data, as spes-join")
+    parser.add_argument(
+        "--install-prober", action="store_true",
+        help="install py-libp2p for a second opinion on the network, in an environment of its own, and end",
+    )  # fmt: skip
     ui.json_flag(parser)
     parser.set_defaults(handler=_doctor)
 
@@ -67,6 +71,8 @@ def register(subparsers: Any) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     from spes_client.doctor_judge import judge
 
+    if args.install_prober:
+        return _install_prober(args)
     home = homes.home_of(ui.home(args))
     options = _options(args, home)
     with ui.progress() as report:
@@ -79,6 +85,19 @@ def _doctor(args: argparse.Namespace) -> int:
     else:
         show(rows, found.seconds)
     return ui.EXIT_CHECK_FAILED if any(row.state == "problem" for row in rows) else ui.EXIT_OK
+
+
+def _install_prober(args: argparse.Namespace) -> int:
+    from spes_client import prober
+
+    with ui.progress() as report:
+        report("installing py-libp2p", -1.0)
+        place = prober.install()
+    if args.json:
+        ui.print_json({"prober": place})
+    else:
+        print(f"the prober is at {place}; spes doctor asks it from now on")
+    return ui.EXIT_OK
 
 
 def _options(args: argparse.Namespace, home: Path) -> PeerOptions:

@@ -17,6 +17,7 @@ GIVEN = "given"
 REMEMBERED = "remembered"
 DIRECT = "direct"
 RELAYED = "relayed"
+PEER, OWN, RELAY = "peer", "own", "relay"
 
 
 @dataclass(kw_only=True)
@@ -97,7 +98,8 @@ class HomeFound:
     """The home and the run in it. Problems are errors of ours in words.
 
     `identity` and `ledger`: "" not looked at, "none", "good" or "bad". `has_worked`: a peer has been here, so that a
-    missing identity is a lost one. `ledger_lost`: none, where this peer has taken part.
+    missing identity is a lost one. `ledger_lost`: none, where this peer has taken part. `backup_day` and
+    `backup_fingerprint` are those of the last backup that is noted; `backup_problem`: the note cannot be read.
     """
 
     exists: bool = False
@@ -105,6 +107,9 @@ class HomeFound:
     peer: str = ""
     identity: str = ""
     identity_problem: str = ""
+    backup_day: str = ""
+    backup_fingerprint: str = ""
+    backup_problem: str = ""
     has_worked: bool = False
     pinned: bytes | None = None
     run_problem: str = ""
@@ -173,6 +178,32 @@ class NetworkFound:
     relays: list[RelayFound] = field(default_factory=list)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DialFound:
+    """An address as py-libp2p found it. `kind`: PEER, OWN (this machine's probing daemon) or RELAY (a node behind one).
+
+    `text` is what the address or relay is called elsewhere. The peer saw `local_port` of this machine at `observed`.
+    """
+
+    kind: str
+    text: str
+    seconds: float | None = None
+    problem: str = ""
+    protocols: tuple[str, ...] = ()
+    observed: str = ""
+    local_port: int = 0
+
+
+@dataclass(kw_only=True)
+class SecondFound:
+    """The second opinion, of another implementation of libp2p. `problem`: why it gave none."""
+
+    is_installed: bool = True
+    problem: str = ""
+    version: str = ""
+    dials: list[DialFound] = field(default_factory=list)
+
+
 @dataclass(kw_only=True)
 class Findings:
     """Everything. `run_id` and `manifest` of the run that is expected, or that the first peer to answer is in.
@@ -188,6 +219,7 @@ class Findings:
     home_found: HomeFound = field(default_factory=HomeFound)
     machine: MachineFound = field(default_factory=MachineFound)
     network: NetworkFound = field(default_factory=NetworkFound)
+    second: SecondFound = field(default_factory=SecondFound)
     ports: list[PortFound] = field(default_factory=list)
     addresses: list[AddressFound] = field(default_factory=list)
     peers: dict[str, PeerFound] = field(default_factory=dict)

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from spes_client import homes, ui
 from spes_client.doctor_findings import DIRECT, GIVEN, RELAYED, AddressFound, Findings, PeerFound
 from spes_client.doctor_judge_home import home_rows, machine_rows
-from spes_client.doctor_rows import Maker, Row, again, bad, good, here, unclear, warn
+from spes_client.doctor_judge_second import second_rows
+from spes_client.doctor_rows import Maker, Row, again, bad, good, here, short_address, unclear, warn
 
 CLOCK_SECONDS_CORRECTED = 1.0
 """Beyond this a peer counts with the others' time (`net.directory`)."""
@@ -44,6 +45,8 @@ def network_rows(found: Findings) -> list[Row]:
     if found.network.daemon_seconds is not None:
         rows += [_own_address(found), *_relays(found)]
     rows += _addresses(found)
+    if found.network.daemon_seconds is not None:
+        rows += second_rows(found)
     rows.append(_clock(found))
     rows += _peers(found)
     return rows
@@ -139,7 +142,7 @@ def _relays(found: Findings) -> Iterator[Row]:
     asked = [relay for relay in found.network.relays if relay.asked]
     offered = [relay for relay in found.network.relays if not relay.asked and relay.seconds is not None]
     for relay in [*asked, *offered[:1]]:
-        what = f"relay {_short(relay.address)}"
+        what = f"relay {short_address(relay.address)}"
         if relay.seconds is not None:
             yield good(what, f"a place is given, and a connection through it came up in {relay.seconds:.1f} s")
         elif relay.problem:
@@ -171,7 +174,7 @@ def _addresses(found: Findings) -> Iterator[Row]:
 
 
 def _address(found: Findings, address: AddressFound, *, is_needed: bool) -> Row:
-    what = f"{address.source} {_short(address.text)}"
+    what = f"{address.source} {short_address(address.text)}"
     sad = bad if is_needed else warn
     retry = again(found, f"--peer {ui.one_line(address.text)}")
     if address.problem:
@@ -236,15 +239,6 @@ def _other_run(found: Findings, address: AddressFound) -> str:
         whose = "this home follows" if found.home_found.pinned else "the other addresses are of"
         return f"the peer there is in run {served}, {whose} {found.run_id.hex()[:16]}"
     return ""
-
-
-def _short(address: str) -> str:
-    """An address as it fits into a table: all of it but the middle of the peer id, and no run id."""
-    text = ui.one_line(address.partition("#")[0])
-    head, mark, peer = text.rpartition("/p2p/")
-    if mark and len(peer) > 8:
-        text = f"{head}/{ui.short_peer(peer)}"
-    return text if len(text) <= 48 else f"{text[:24]}…{text[-23:]}"
 
 
 # ---- clocks and peers -----------------------------------------------------------------------------------------------

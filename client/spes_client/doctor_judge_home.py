@@ -129,10 +129,16 @@ def _identity(found: Findings) -> Row:
 
 
 def _backup(found: Findings) -> Row:
-    return unclear(
-        "identity backup", "not known", "no note is kept of backups, which belong on another machine",
-        f"if there is none: {here(found, 'spes keys backup FILE')}",
-    )  # fmt: skip
+    home, what = found.home_found, "identity backup"
+    make = f"{here(found, 'spes keys backup FILE')}; keep FILE on another machine"
+    if home.backup_problem:
+        return unclear(what, "not known", home.backup_problem, f"if there is none: {make}")
+    if not home.backup_fingerprint:
+        return warn(what, "none is noted", "who loses the key comes back as a stranger; no other machine has it", make)
+    day = home.backup_day
+    if home.backup_fingerprint != ui.fingerprint(home.peer):
+        return warn(what, f"noted {day} of another key: {home.backup_fingerprint}", "this key was made later", make)
+    return good(what, f"noted {day}; where the file is now cannot be seen from here")
 
 
 def _ledger(found: Findings) -> Row:

@@ -20,9 +20,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spes_client.doctor_findings import GIVEN, REMEMBERED, AddressFound, Findings, PeerFound, RelayFound
+from spes_client.doctor_findings import (
+    GIVEN,
+    OWN,
+    PEER,
+    RELAY,
+    REMEMBERED,
+    AddressFound,
+    Findings,
+    PeerFound,
+    RelayFound,
+)
 from spes_client.doctor_judge import is_public
 from spes_client.doctor_local import aside, is_mine, local_address
+from spes_client.doctor_second import Second
 from spes_p2p.core.tensors import tensor_specs
 from spes_p2p.crypto.envelope import seal, unseal, unseal_manifest
 from spes_p2p.crypto.keys import Identity
@@ -57,6 +68,9 @@ PEERS_MAX = 16
 """Peers asked, those of the member table first come, first served."""
 
 RELAYS_MAX = 4
+OWN_MAX = 4
+"""Own addresses at which the prober dials this machine back."""
+
 CALLS = 3
 """Small calls to each peer; their median is told."""
 
@@ -161,11 +175,14 @@ class _Probes:
         self._manifests: dict[str, asyncio.Task[Signed[Manifest] | None]] = {}
         self._left_out: set[str] = set()
         self._to_fetch = FETCHES_BYTES_MAX
+        self._second = Second(found.second)
 
     async def run(self) -> None:
         found = self._found
+        holding = asyncio.create_task(self._second.hold())
         try:
             self._spawn(self._own_address())
+            self._spawn(self._dial_back())
             for address in found.addresses:
                 if not address.problem and not address.is_own:
                     self._addresses.add(self._spawn(self._address(address)))
@@ -180,7 +197,7 @@ class _Probes:
                 self._tasks -= done
             await self._own_address()  # again: others may have told this node by now how they see it
         finally:
-            left: list[asyncio.Task[Any]] = [*self._tasks, *self._manifests.values()]
+            left: list[asyncio.Task[Any]] = [*self._tasks, *self._manifests.values(), holding]
             for each in left:
                 each.cancel()
             await asyncio.gather(*left, return_exceptions=True)
@@ -200,6 +217,8 @@ class _Probes:
         if address.resolve_problem:
             return
         plain = asyncio.create_task(_tcp(address, int(parts[4])))
+        kind = "ip6" if ":" in address.hosts[0] else "ip4"
+        self._spawn(self._second.dial(PEER, address.text, "/".join(["", kind, address.hosts[0], *parts[3:]])))
         try:
             began = time.monotonic()
             await self._transport.connect(multiaddr, timeout_seconds=CONNECT_SECONDS)
@@ -389,6 +408,21 @@ class _Probes:
             net.addresses = tuple(hosts)
             net.observed = tuple([host for host in hosts if not await aside(partial(is_mine, host))])
 
+    async def _dial_back(self) -> None:
+        """The prober dials this machine's own daemon, where it says that it is and where others see it."""
+        for _ in range(2):
+            with contextlib.suppress(NetworkError):
+                addresses = [each for each in await self._transport.addresses() if "/p2p-circuit" not in each]
+                far = [each for each in addresses if not each.startswith(("/ip4/127.", "/ip6/::1/"))]
+                for address in (far or addresses)[:OWN_MAX]:
+                    self._spawn(self._second.dial(OWN, address, address))
+            await self._until_addresses_are_tried()  # by then others may have told this node how they see it
+
+    async def _until_addresses_are_tried(self) -> None:
+        while self._addresses:
+            await asyncio.wait(self._addresses)
+            self._addresses = {task for task in self._addresses if not task.done()}
+
     async def _relays(self) -> None:
         """Whether relays give a place: a node without addresses of its own is reached through each of them in turn."""
         asked = bool(self._questions.relays)
@@ -413,14 +447,13 @@ class _Probes:
         try:
             for relay, address in relays:
                 await self._through(hidden, relay, address, time.monotonic() + RELAY_SECONDS / len(relays))
+                await self._second.dial(RELAY, relay.address, f"{address}/p2p-circuit/p2p/{hidden.peer_id}")
         finally:
             await hidden.close()
 
     async def _possible_relays(self) -> Sequence[str]:
         """The run's bootstraps among the addresses that were reached, if this machine seems to need one of them."""
-        while self._addresses:
-            await asyncio.wait(self._addresses)
-            self._addresses = {task for task in self._addresses if not task.done()}
+        await self._until_addresses_are_tried()
         reached = [a for a in self._found.addresses if a.connect_seconds is not None and not a.is_relayed]
         if is_public(self._found.network.local) or not any(is_public(host) for a in reached for host in a.hosts):
             return ()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from spes_client import homes
+from spes_client import homes, ui
 
 if TYPE_CHECKING:
     from spes_client.doctor_findings import Findings
@@ -62,3 +62,12 @@ def here(found: Findings, program: str, *more: str) -> str:
 def again(found: Findings, *more: str) -> str:
     """The command line that runs this check again."""
     return here(found, "spes doctor", *more)
+
+
+def short_address(address: str) -> str:
+    """An address as it fits into a table: all of it but the middle of the peer id, and no run id."""
+    text = ui.one_line(address.partition("#")[0])
+    head, mark, peer = text.rpartition("/p2p/")
+    if mark and len(peer) > 8:
+        text = f"{head}/{ui.short_peer(peer)}"
+    return text if len(text) <= 48 else f"{text[:24]}…{text[-23:]}"

@@ -7,9 +7,11 @@ encrypted with a passphrase.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import getpass
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from spes_p2p.crypto.keys import Identity
 
 _BACKUP_BYTES_MAX = 64 * 1024
+_NOTE_BYTES_MAX = 200
 _ENVIRONMENT = "SPES_PASSPHRASE"
 
 
@@ -79,6 +82,7 @@ def _backup(args: argparse.Namespace) -> int:
     ui.check_writable(args.file)
     ui.write_file(args.file, backup(identity, _passphrase(repeat=True)))
     args.file.chmod(0o600)  # encrypted, and still nobody else's business
+    _note_backup(args, identity)
     return _print(args, identity, "backed up", args.file)
 
 
@@ -95,7 +99,33 @@ def _restore(args: argparse.Namespace) -> int:
         raise UserError(f"{path} holds a key already; move it away first, or restore to another place with --key FILE")
     identity = restore(data, _passphrase(repeat=False))
     identity.save(path)
+    _note_backup(args, identity)
     return _print(args, identity, "restored")
+
+
+def backup_note(key: Path) -> Path:
+    """Where it is noted that a key has a backup: beside it, a line with the day and the fingerprint."""
+    return key.with_name(f"{key.name}.backup-note")
+
+
+def read_backup_note(key: Path) -> tuple[str, str] | None:
+    """(day, fingerprint) of the last backup of a key, None if none is noted. Raises `OSError`."""
+    try:
+        with backup_note(key).open("rb") as file:
+            text = file.read(_NOTE_BYTES_MAX).decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    day, _, fingerprint = ui.one_line(text).partition(" ")
+    return day, fingerprint
+
+
+def _note_backup(args: argparse.Namespace, identity: Identity) -> None:
+    """For `spes doctor`. The backup is good without it."""
+    from spes_p2p.store.files import atomic_write
+
+    line = f"{time.strftime('%Y-%m-%d', time.gmtime())} {ui.fingerprint(identity.peer_id)}\n"
+    with contextlib.suppress(OSError):
+        atomic_write(backup_note(ui.key_path(args)), line.encode())
 
 
 def _passphrase(*, repeat: bool) -> str:

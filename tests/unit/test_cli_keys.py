@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import pytest
 
 from spes_client import keys_commands, ui
+from spes_client.keys_commands import read_backup_note
 from spes_client.main import build_parser
 from spes_protocols.errors import IntegrityError, NetworkError, RemoteError, UserError
 from tests.unit.cli_support import Spes
@@ -44,6 +45,11 @@ def test_a_key_survives_backup_and_restore(spes: Spes, tmp_path: Path) -> None:
     assert (tmp_path / "other" / "identity").read_bytes() == (tmp_path / "home" / "identity").read_bytes()
     shown = spes("keys", "show").out
     assert made["peer_id"] in shown and made["fingerprint"] in shown
+    for home in ("home", "other"):  # what `spes doctor` reads, and no secret
+        note = (tmp_path / home / "identity.backup-note").read_text()
+        assert note.partition(" ")[2] == made["fingerprint"] + "\n"
+        assert read_backup_note(tmp_path / home / "identity") == tuple(note.strip().split(" ", 1))
+    assert read_backup_note(tmp_path / "none") is None
 
 
 def test_keys_are_never_overwritten(spes: Spes, tmp_path: Path) -> None:

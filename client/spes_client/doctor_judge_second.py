@@ -1,0 +1,141 @@
+"""Findings of the second opinion, judged: where our network daemon and py-libp2p differ, and what a router does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spes_client import homes, ui
+from spes_client.doctor_findings import OWN, PEER, RELAY, DialFound, Findings
+from spes_client.doctor_rows import Row, again, bad, good, here, short_address, unclear, warn
+
+_INSTALL = "spes doctor --install-prober"
+
+
+def second_rows(found: Findings) -> Iterator[Row]:
+    """One row for all that agrees, one for each address where the two differ; dialling back; the router's ports."""
+    second, what = found.second, "second opinion"
+    if not second.is_installed:
+        yield unclear(
+            what, "none: py-libp2p is not installed", "so a fault of our own network daemon would look like one of the "
+            "network", _INSTALL,
+        )  # fmt: skip
+        return
+    if second.problem:
+        yield unclear(what, "none: the prober does not work", second.problem, _INSTALL)
+        return
+    differing = list(_differing(found))
+    dials = [dial for dial in second.dials if dial.kind in (PEER, RELAY)]
+    reached = sum(dial.seconds is not None for dial in dials)
+    name = f"py-libp2p {second.version}".strip()
+    if differing:
+        yield from differing
+    elif dials:
+        more = f", {len(dials) - reached} not" if reached < len(dials) else ""
+        yield good(what, f"{name} finds the same: {reached} of {len(dials)} reached{more}")
+    elif not second.version:
+        yield unclear(what, "the prober was not up when the time was over", "this machine is very busy", again(found))
+    else:
+        yield unclear(
+            what, f"{name} was asked for nothing", "there was no address to try", again(found, "--peer ADDRESS")
+        )
+    yield from _dial_back(found, name)
+    yield from _router(found)
+
+
+def _differing(found: Findings) -> Iterator[Row]:
+    ours: dict[tuple[str, str], tuple[float | None, str]] = {}
+    for address in found.addresses:
+        ours[PEER, address.text] = address.connect_seconds, address.connect_problem
+    for relay in found.network.relays:
+        ours[RELAY, relay.address] = relay.seconds, relay.problem
+    for dial in found.second.dials:
+        seconds, problem = ours.get((dial.kind, dial.text), (None, ""))
+        way = "through relay" if dial.kind == RELAY else "at"
+        what = f"second opinion {way} {short_address(dial.text)}"
+        flag = "--relay" if dial.kind == RELAY else "--peer"
+        retry = again(found, f"{flag} {ui.one_line(dial.text)}")
+        if problem and seconds is None and dial.seconds is not None:
+            yield bad(
+                what, f"our daemon gets no connection, py-libp2p does in {dial.seconds:.2f} s",
+                f"a fault of the network daemon, or of the moment: {problem}",
+                f"{retry}; if that says the same, start spes-join anew, and report it with p2pd.log of the home",
+            )  # fmt: skip
+        elif seconds is not None and dial.seconds is None and dial.problem:
+            yield warn(
+                what, f"our daemon gets a connection in {seconds:.2f} s, py-libp2p does not",
+                f"other implementations do not get in, which matters to no peer of this program: {dial.problem}", retry,
+            )  # fmt: skip
+
+
+def _dial_back(found: Findings, name: str) -> Iterator[Row]:
+    """What py-libp2p on this machine saw of a daemon of ours on this machine: outside it may be otherwise."""
+    own = [dial for dial in found.second.dials if dial.kind == OWN]
+    what = "dial back"
+    at_home = [dial for dial in own if _host(dial.text) not in found.network.observed]
+    outside = [dial for dial in own if dial not in at_home]
+    refused = [dial for dial in at_home if dial.seconds is None]
+    seen = ", ".join(_host(dial.text) for dial in at_home if dial.seconds is not None)
+    if refused:
+        yield warn(
+            what, f"our daemon does not take {name}'s connection at {', '.join(_host(d.text) for d in refused)}",
+            refused[0].problem or "no answer in time",
+            f"look for a firewall on this machine (sudo nft list ruleset); then: {again(found)}",
+        )  # fmt: skip
+    elif at_home:
+        back = [_host(dial.text) for dial in outside if dial.seconds is not None]
+        through = f"; at the router's {back[0]} too" if back else ""
+        if outside and not back:
+            through = f"; not at the router's {_host(outside[0].text)}, which from inside many routers refuse"
+        yield good(what, f"our daemon takes {name}'s connection at {seen}{through}")
+
+
+def _router(found: Findings) -> Iterator[Row]:
+    """What a router before this machine does to the ports of connections, by where peers saw py-libp2p's."""
+    seen = [
+        dial for dial in found.second.dials if dial.kind == PEER and dial.local_port and _is_translated(found, dial)
+    ]
+    if not seen:
+        return
+    what = "router"
+    ports = {(dial.local_port, _port(dial.observed)) for dial in seen}
+    told = f"{len(seen)} peer{'' if len(seen) == 1 else 's'}"
+    if all(inner == outer for inner, outer in ports):
+        yield good(what, f"keeps the port of a connection, as {told} saw: direct connections are made through it")
+        return
+    shown = ", ".join(f"{inner} becomes {outer}" for inner, outer in sorted(ports)[:3])
+    inner_ports = {inner for inner, _ in ports}
+    if len(seen) > 1 and len(ports) == len(inner_ports) < len(seen):
+        yield good(what, f"changes the port of a connection, to the same for all: {shown}")
+    elif len(ports) > len(inner_ports):
+        yield warn(
+            what, f"symmetric: each connection from one port has another outside ({shown})",
+            "nobody can tell at which port this machine will be seen: others behind routers reach it through relays",
+            _way_in(found),
+        )  # fmt: skip
+    else:
+        yield warn(
+            what, f"changes the port of a connection ({shown})",
+            "it may be a symmetric one; two peers at public addresses are needed to tell",
+            again(found, "--peer ADDRESS"),
+        )  # fmt: skip
+
+
+def _way_in(found: Findings) -> str:
+    relay = next((relay.address for relay in found.network.relays if relay.seconds is not None), "ADDRESS")
+    return f"forward a port of the router to this machine, or: {here(found, homes.JOIN, f'--relay {relay}')}"
+
+
+def _is_translated(found: Findings, dial: DialFound) -> bool:
+    host = _host(dial.observed)
+    own = [address for address in found.network.addresses if address not in found.network.observed]
+    return bool(host) and host != found.network.local and host not in own and not host.startswith("127.")
+
+
+def _host(address: str) -> str:
+    parts = address.split("/")
+    return parts[2] if len(parts) > 2 else ""
+
+
+def _port(address: str) -> int:
+    parts = address.split("/")
+    return int(parts[4]) if len(parts) > 4 and parts[4].isdigit() else 0
