@@ -12,8 +12,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from spes_p2p.net.frames import (
     split_call,
 )
 from spes_p2p.net.limits import Flow, Limiter, Limits, fair_timeout, is_local, pieces
+from spes_p2p.net.places import Place, Places
 from spes_p2p.net.transport import Handler, StreamHandler
 from spes_protocols.errors import NetworkError, RemoteError, UserError
 from spes_protocols.messages import ADDRESSES_MAX
@@ -50,7 +50,11 @@ IN_FLIGHT_MAX = 256
 """The same over all senders: each holds a file descriptor and up to two payloads. Half is for favoured ones alone."""
 
 STREAMS_MAX = 512
-"""Streams open at a time, those included that only wait for the caller to close; more are cut at once."""
+"""Streams open at a time, those included of which the daemon has not said whose they are; more are cut at once."""
+STREAMS_KNOWN_MAX = 384
+"""The same of known senders, those included that only wait for the caller to close. Half is for favoured ones alone."""
+STREAMS_PER_PEER_MAX = 64
+"""The same of one sender; more are cut at once."""
 
 _REQUEST_SECONDS = 30.0
 _HANDLER_SECONDS = 120.0
@@ -64,6 +68,7 @@ _KNOWN_PEERS_MAX = 8192
 _RECONNECTS_AT_ONCE = 16
 _LINKS_SECONDS = 5.0
 """So long what is known of the addresses of connections decides who is of the LAN."""
+_SAY_AGAIN_SECONDS = 60.0
 _LOOK_AGAIN_SECONDS = 0.5
 """So soon a peer that was not among them is looked for again."""
 
@@ -103,7 +108,9 @@ class LibP2P:
         self._socket_path = self.daemon.directory / "streams"
         self._handlers: dict[str, Handler] = {}
         self._stream_handlers: dict[str, StreamHandler] = {}
-        self._in_flight: Counter[str] = Counter()
+        self._streams = Places()
+        self._in_flight = Places()
+        self._said_at = -_SAY_AGAIN_SECONDS
         self._known: dict[str, list[str]] = {}
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -393,7 +400,7 @@ class LibP2P:
 
     def _on_stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._tasks) >= STREAMS_MAX:
-            writer.close()
+            writer.transport.abort()
             return
         self._spawn(self._serve_stream(reader, writer))
 
@@ -404,27 +411,49 @@ class LibP2P:
             async with asyncio.timeout(_REQUEST_SECONDS):
                 await read_pbmsg_safe(reader, info)
             sender = PeerID(info.peer).to_base58()
-            places = IN_FLIGHT_MAX if sender in self.favoured else IN_FLIGHT_MAX // 2
-            if self._in_flight[sender] >= IN_FLIGHT_PER_PEER_MAX or self._in_flight.total() >= places:
-                await self._send(writer, Kind.ERROR, failure_data("", "busy, try again later"))
-            else:
-                self._in_flight[sender] += 1
-                try:
-                    await self._serve(sender, reader, writer)
-                finally:
-                    self._in_flight[sender] -= 1
-                    if not self._in_flight[sender]:
-                        del self._in_flight[sender]
-            # The caller closes first (frames.py); what it still sends is not read into memory.
-            async with asyncio.timeout(_LINGER_SECONDS):
-                while await reader.read(1 << 16):
-                    pass
+            with self._held(self._streams, sender, STREAMS_PER_PEER_MAX, STREAMS_KNOWN_MAX) as stream:
+                if stream is None:
+                    self._say_too_many(sender)
+                    return
+                with self._held(self._in_flight, sender, IN_FLIGHT_PER_PEER_MAX, IN_FLIGHT_MAX) as request:
+                    if request is None:
+                        await self._send(writer, Kind.ERROR, failure_data("", "busy, try again later"))
+                    else:
+                        await self._serve(sender, reader, writer, (stream, request))
+                # The caller closes first (frames.py); what it still sends is not read into memory.
+                stream.waits = True
+                async with asyncio.timeout(_LINGER_SECONDS):
+                    while await reader.read(1 << 16):
+                        pass
         except (_CallerGoneError, asyncio.IncompleteReadError, TimeoutError, OSError) as error:
             log.debug("a stream ended early: %r", error)
         finally:
-            writer.close()
+            writer.transport.abort()  # not `close`, which waits for a caller that reads no more
 
-    async def _serve(self, sender: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    @contextlib.contextmanager
+    def _held(self, places: Places, sender: str, each_max: int, all_max: int) -> Iterator[Place | None]:
+        """A place for this stream, None if there is none; when it goes to another sender the stream is cut."""
+        task = asyncio.current_task()
+        assert task is not None
+        is_favoured = sender in self.favoured
+        all_max = all_max if is_favoured else all_max // 2
+        place = places.take(sender, task.cancel, each_max=each_max, all_max=all_max, is_favoured=is_favoured)
+        try:
+            yield place
+        finally:
+            if place is not None:
+                places.give_back(place)
+
+    def _say_too_many(self, sender: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._said_at >= _SAY_AGAIN_SECONDS:
+            self._said_at = now
+            held, cuts = self._streams.of(sender), self._streams.cuts
+            log.warning("%s has %d streams open and opens more: cut, as were %d of others", sender, held, cuts)
+
+    async def _serve(
+        self, sender: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, held: Sequence[Place]
+    ) -> None:
         up, down = await self._limiters(sender)
         try:
             async with fair_timeout(_REQUEST_SECONDS):
@@ -435,6 +464,8 @@ class LibP2P:
         except RemoteError as error:
             await self._send(writer, Kind.ERROR, failure_data(error.check, error.detail))
             return
+        for place in held:
+            place.waits = False
         self.bytes_down += len(payload)
         # A caller that gives up closes the stream; its handler must not go on for nobody.
         flow = Flow(up, sender, is_stream=method in self._stream_handlers)
