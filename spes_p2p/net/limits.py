@@ -245,26 +245,28 @@ class _Patience:
 
     timeouts: list[asyncio.Timeout] = field(default_factory=list)
     held_seconds: float = 0.0
+    held_since: float | None = None
 
 
 _patience: weakref.WeakKeyDictionary[asyncio.Task[Any], _Patience] = weakref.WeakKeyDictionary()
 
 
-def _own_patience() -> _Patience:
-    task = asyncio.current_task()
+def _patience_of(task: asyncio.Task[Any] | None) -> _Patience:
+    task = task or asyncio.current_task()
     assert task is not None
     return _patience.setdefault(task, _Patience())
 
 
-def fair_time() -> float:
+def fair_time(task: asyncio.Task[Any] | None = None) -> float:
     """The event loop's time without what this task has waited for our own limits: what others can be blamed for."""
-    return asyncio.get_running_loop().time() - _own_patience().held_seconds
+    patience, now = _patience_of(task), asyncio.get_running_loop().time()
+    return (now if patience.held_since is None else patience.held_since) - patience.held_seconds
 
 
 @contextlib.asynccontextmanager
 async def fair_timeout(seconds: float | None) -> AsyncIterator[None]:
     """As `asyncio.timeout`, by `fair_time`."""
-    patience = _own_patience()
+    patience = _patience_of(None)
     async with asyncio.timeout(seconds) as timeout:
         patience.timeouts.append(timeout)
         try:
@@ -276,7 +278,7 @@ async def fair_timeout(seconds: float | None) -> AsyncIterator[None]:
 @contextlib.contextmanager
 def _held() -> Iterator[None]:
     """This task waits for our own limits: its timeouts stand still."""
-    patience, clock = _own_patience(), asyncio.get_running_loop().time
+    patience, clock = _patience_of(None), asyncio.get_running_loop().time
     begun = clock()
     left = [
         (timeout, when - begun)
@@ -285,10 +287,12 @@ def _held() -> Iterator[None]:
     ]
     for timeout, _ in left:
         timeout.reschedule(None)
+    patience.held_since = begun
     try:
         yield
     finally:
         ended = clock()
+        patience.held_since = None
         patience.held_seconds += ended - begun
         for timeout, seconds in left:
             timeout.reschedule(ended + seconds)

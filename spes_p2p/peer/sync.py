@@ -15,7 +15,7 @@ import functools
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spes_p2p.delta.contributions import contributions
@@ -23,6 +23,7 @@ from spes_p2p.net.blobs import fetch_blob
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer import snapshots
 from spes_p2p.peer.contacts import Contacts
+from spes_p2p.peer.holders import LANES, LANES_SLOW, Seen, in_order, is_slow, rarest_first, rival
 from spes_p2p.peer.meter import Meter
 from spes_p2p.peer.recorder import SILENT, Recorder
 from spes_p2p.peer.retention import counted_sections
@@ -95,6 +96,7 @@ class Syncer:
         self._tidy = tidy
         self._under_way: dict[bytes, asyncio.Lock] = {}
         self._wanted: Counter[bytes] = Counter()
+        self.seen = Seen()
         self.meter = Meter()
         self._snapshots = Snapshots(
             transport, contacts, chain, states, self.meter, report=report, log=log, events=events
@@ -133,11 +135,8 @@ class Syncer:
         """The peers that the right blob came from, none if it was here already but for its digest."""
         suspects: set[str] = set()
         for number in range(BLOB_TRIES):
-            others = self._contacts.volunteers()
-            random.shuffle(others)
-            # Its author first, unless it is gone: trying to reach it would only take time.
-            ordered = dict.fromkeys((sender, *others) if sender in others else (*others, sender))
-            holders = [peer for peer in ordered if peer != self._transport.peer_id and peer not in suspects]
+            guide = _Guide(self.seen, self._contacts, section.blob, suspects | {self._transport.peer_id})
+            holders = [peer for peer in guide.in_order(sender) if peer not in guide.not_asked]
             if number == BLOB_TRIES - 1 and sender in suspects:
                 holders = [sender]  # it may have been somebody else's bytes that were wrong before
             used = await fetch_blob(
@@ -149,6 +148,7 @@ class Syncer:
                 deadline_seconds=max(0.1, deadline - time.monotonic()),
                 report=self._counter(section),
                 on_failure=functools.partial(self._events.blob_refused, section),
+                guide=guide,
             )
             suspects.update(used)
             try:
@@ -184,8 +184,37 @@ class Syncer:
             return 0
 
     async def blobs(self, sections: Sequence[tuple[str, Section]], deadline: float) -> None:
-        """Have all of these (sender, section) in the store. Raises the first failure once all have ended."""
-        fetches = (self.blob(section, sender, deadline) for sender, section in sections)
+        """Have all of these (sender, section) in the store. Raises the first failure once all have ended.
+
+        Of each sender some at a time, the rarest first: fewer of one that is slow, so that each of us has another part
+        of what it made to pass on.
+        """
+        by_sender: dict[str, list[Section]] = {}
+        authors: dict[bytes, set[str]] = {}
+        for sender, section in sections:
+            by_sender.setdefault(sender, []).append(section)
+            authors.setdefault(section.blob, set()).add(sender)
+        known = {blob: len(names) for blob, names in authors.items()}
+        problems = await asyncio.gather(
+            *(self._blobs_from(*each, known, deadline) for each in by_sender.items()), return_exceptions=True
+        )
+        for problem in problems:
+            if problem is not None:
+                raise problem
+
+    async def _blobs_from(
+        self, sender: str, sections: Sequence[Section], known: Mapping[bytes, int], deadline: float
+    ) -> None:
+        fetchers = [peer for peer in self._contacts.volunteers() if peer != sender]
+        order = rarest_first([section.blob for section in sections], known, self._transport.peer_id, fetchers)
+        named = {section.blob: section for section in sections}
+        places = asyncio.Semaphore(LANES_SLOW if is_slow(sender, self.seen.rates) else LANES)
+
+        async def one(section: Section) -> None:
+            async with places:
+                await self.blob(section, sender, deadline)
+
+        fetches = (one(named[blob]) for blob in order)
         for problem in await asyncio.gather(*fetches, return_exceptions=True):
             if problem is not None:
                 raise problem
@@ -369,6 +398,37 @@ class Syncer:
                 f"the commit says {step.after.state_root.hex()[:16]}, computed here {root.hex()[:16]}: "
                 "this machine's arithmetic, memory or disk may be at fault",
             )
+
+
+class _Guide:
+    """What is known of the holders of one blob, for `fetch_blob`."""
+
+    def __init__(self, seen: Seen, contacts: Contacts, blob: bytes, not_asked: set[str]) -> None:
+        self._seen = seen
+        self._contacts = contacts
+        self._blob = blob
+        self.not_asked = not_asked
+
+    def _others(self) -> list[str]:
+        others = self._contacts.volunteers()
+        random.shuffle(others)
+        return others
+
+    def in_order(self, author: str) -> list[str]:
+        return in_order(author, self._others(), self._seen.rates, self._seen.last(self._blob))
+
+    def came(self, holder: str, count: int, seconds: float) -> None:
+        self._seen.came(holder, count, seconds)
+
+    def failed(self, holder: str, error: NetworkError | RemoteError) -> None:
+        if isinstance(error, RemoteError) and error.check == "not_held":
+            self._seen.lacks(holder, self._blob)
+        else:
+            self._seen.failed(holder)
+
+    def rival(self, holder: str, rate: float) -> str | None:
+        last = self._seen.last(self._blob) | self.not_asked
+        return rival(holder, rate, self._others(), self._seen.rates, last)
 
 
 async def _first_failure(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -1,0 +1,91 @@
+"""Whom to ask for a blob and which first, as pure choices; what is remembered of holders, and for how long."""
+
+from __future__ import annotations
+
+from spes_p2p.peer.holders import (
+    ASKED_FIRST_MAX,
+    BYTES_MIN,
+    FAILED_SECONDS,
+    LACKING_SECONDS,
+    PEERS_MAX,
+    Seen,
+    in_order,
+    is_slow,
+    rarest_first,
+    rival,
+)
+
+RATES = {"ada": 100.0, "bob": 900.0, "eve": 1000.0, "dan": 1100.0}
+
+
+def test_the_author_is_asked_first_and_then_the_fastest() -> None:
+    others = ["ada", "eve", "new", "dan", "bob"]
+    assert in_order("bob", others, RATES) == ["bob", "dan", "eve", "new", "ada"]
+    assert in_order("bob", others, {}) == ["bob", "ada", "eve", "new", "dan"]
+    assert in_order("bob", others, RATES, {"dan"}) == ["bob", "eve", "new", "ada", "dan"]
+    assert in_order("bob", [], RATES) == ["bob"]
+
+
+def test_a_slow_failed_or_absent_author_is_asked_after_some_others() -> None:
+    others = ["ada", "eve", "dan", "bob"]
+    assert in_order("ada", others, RATES) == ["dan", "eve", "bob", "ada"]
+    assert in_order("eve", others, RATES, {"eve", "bob"}) == ["dan", "ada", "eve", "bob"]
+    assert in_order("eve", ["ada", "dan"], RATES) == ["dan", "ada", "eve"]
+    many = [f"peer-{number}" for number in range(20)]
+    assert in_order("ada", ["ada", *many], RATES).index("ada") == ASKED_FIRST_MAX
+
+
+def test_slow_is_less_than_half_of_the_others_median() -> None:
+    assert is_slow("ada", RATES)
+    assert not is_slow("bob", RATES)
+    assert not is_slow("new", RATES)
+    assert not is_slow("ada", {"ada": 1.0})
+    assert not is_slow("ada", {"ada": 50.0, "bob": 100.0})
+
+
+def test_a_rival_is_much_faster_or_the_holder_has_stopped() -> None:
+    others = ["ada", "bob", "eve", "new"]
+    assert rival("ada", 100.0, others, RATES, set()) == "eve"
+    assert rival("ada", 100.0, others, RATES, {"eve"}) == "bob"
+    assert rival("ada", 600.0, others, RATES, set()) is None
+    assert rival("ada", 0.0, ["ada", "new"], RATES, set()) == "new"
+    assert rival("ada", 1.0, ["ada", "new"], RATES, set()) is None
+    assert rival("ada", 0.0, ["ada", "new"], RATES, {"new"}) is None
+
+
+def test_the_rarest_come_first_and_each_fetcher_begins_elsewhere() -> None:
+    blobs = [bytes([number]) * 32 for number in range(6)]
+    fetchers = ["ada", "bob", "eve"]
+    firsts = [rarest_first(blobs, {}, me, fetchers)[0] for me in fetchers]
+    assert firsts == [blobs[0], blobs[2], blobs[4]]
+    assert sorted(rarest_first(blobs, {}, "bob", fetchers)) == blobs
+    held = dict.fromkeys(blobs, 2) | {blobs[5]: 1}
+    assert [rarest_first(blobs, held, me, fetchers)[0] for me in fetchers] == [blobs[5]] * 3
+    assert rarest_first(blobs[:1], {}, "new", fetchers) == blobs[:1]
+    assert rarest_first([], {}, "ada", []) == []
+
+
+def test_what_was_seen_fades_and_is_bounded() -> None:
+    now = 0.0
+    seen = Seen(lambda: now)
+    blob, other = b"b" * 32, b"o" * 32
+    seen.came("ada", BYTES_MIN - 1, 0.001)
+    assert seen.rates == {}
+    seen.came("ada", 100_000, 1.0)
+    seen.came("ada", 300_000, 1.0)
+    assert seen.rates == {"ada": 200_000.0}
+    seen.failed("ada")
+    seen.lacks("bob", blob)
+    assert (seen.last(blob), seen.last(other)) == ({"ada", "bob"}, {"ada"})
+    now = LACKING_SECONDS
+    assert seen.last(blob) == {"ada"}
+    now = FAILED_SECONDS
+    assert seen.last(blob) == set()
+    seen.failed("ada")
+    seen.came("ada", 100_000, 1.0)
+    assert seen.last(blob) == set(), "it gives again"
+    for number in range(2 * PEERS_MAX):
+        seen.came(str(number), BYTES_MIN, 1.0)
+        seen.failed(str(number))
+        seen.lacks(str(number), blob)
+    assert len(seen.rates) == len(seen.last(blob)) == PEERS_MAX
