@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from spes_client import ui
 from spes_client.presets import PRESETS
-from spes_p2p.lab.settings import METHODS, NANO, Settings, manifest_of, rounds_of, sweep
+from spes_p2p.lab.settings import LAG_STARTS, METHODS, NANO, Settings, manifest_of, rounds_of, sweep
 from spes_protocols.codec import from_plain
 from spes_protocols.errors import UserError
 from spes_protocols.manifest import Manifest, Model
@@ -53,6 +53,17 @@ _CHOICES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     ),
     "outer-lr": ("RATE", ui.number(0.0, 10.0), "diloco: outer learning rate (default 0.7)"),
     "outer-momentum": ("M", ui.number(0.0, 0.999), "diloco: outer Nesterov momentum (default 0.9)"),
+    "lag": ("0|1", ui.whole_number(0, 1), "spes, diloco: 1 trains a round while the last is agreed on (default 0)"),
+    "lag-arrival": (
+        "SHARE",
+        ui.number(0.001, 1.0),
+        "with lag 1: share of a round after which the last one's agreed state is there (default 1: its end)",
+    ),
+    "lag-start": (
+        "FROM",
+        ui.one_of(*LAG_STARTS),
+        "with lag 1: a round begins from own weights, or the agreed ones known (own or agreed; default own)",
+    ),
 }
 """Flags that may be repeated: metavar, type, meaning. Without a flag `Settings` has the value."""
 

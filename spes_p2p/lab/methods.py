@@ -7,7 +7,8 @@
     central  one machine with the batches of all peers as one
 
 All of them train with `train.loop.train_round` on one model in memory, one peer after the other. Blobs go through a
-temporary directory.
+temporary directory. With `lag` 1 the peers of `spes` and `diloco` train a round while the one before is agreed on
+(docs/lab.md): they begin it from what they have themselves, and take S_r in on the way.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from spes_p2p.lab.settings import Settings
 from spes_p2p.model.moe import MoE
 from spes_p2p.model.moments import Moments
 from spes_p2p.model.optim import make_adamw, moments_of
-from spes_p2p.train.loop import RoundPlan, RoundResult, train_round
+from spes_p2p.train.loop import RoundPlan, RoundResult, StepReport, train_round
 from spes_protocols.codec import sha256
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import SHARED, Section, group_section
@@ -49,15 +50,20 @@ Sequences = Callable[[range], np.ndarray]
 
 @dataclass(kw_only=True)
 class Peer:
-    """What a peer keeps from round to round, by tensor name: AdamW's moments, and residuals (SPEC 6.8)."""
+    """What a peer keeps from round to round, by tensor name: AdamW's moments, and residuals (SPEC 6.8).
+
+    With `lag` 1 also `ahead`: from where it trains the next round, for what it trains.
+    """
 
     moments: dict[str, Moments] = field(default_factory=dict)
     residuals: dict[str, FloatArray] = field(default_factory=dict)
+    ahead: dict[str, FloatArray] = field(default_factory=dict)
 
     def keep(self, names: set[str]) -> None:
         """Forget everything about tensors that are no longer trained here."""
         self.moments = {name: value for name, value in self.moments.items() if name in names}
         self.residuals = {name: value for name, value in self.residuals.items() if name in names}
+        self.ahead = {name: value for name, value in self.ahead.items() if name in names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +71,7 @@ class Round:
     """A round's outcome: the next state, tokens and mean loss of all peers, bytes that one peer sent (the most).
 
     `device_bytes` are one peer's weights, gradients and moments; `host_bytes` what else it keeps: S_r to take the
-    difference to, residuals, outer momentum.
+    difference to, residuals, outer momentum, and with `lag` 1 where it began.
     """
 
     state: State
@@ -88,10 +94,12 @@ class Method(ABC):
         self.specs = tensor_specs(manifest.model, manifest.ownership.groups)
         self.model = MoE(manifest.model, manifest.ownership.groups)
         self.peers = [Peer() for _ in range(settings.peers)]
+        self._known: State | None = None
+        """With `lag` 1: S_{r-1}, the newest state that is agreed on when round r begins; None before there is one."""
 
     @abstractmethod
     def round(self, state: State, number: int) -> Round:
-        """Round `number`, from `state` on."""
+        """Round `number`: S_r, which is `state`, to S_{r+1}."""
 
     def plan(self, number: int, place: int) -> RoundPlan:
         """What the peer at a place trains in a round: the same for every method."""
@@ -105,7 +113,38 @@ class Method(ABC):
             first_sequence=positions.start,
         )
 
-    def train(self, peer: Peer, plan: RoundPlan, sequences: Sequences) -> RoundResult:
+    def train_from(self, peer: Peer, plan: RoundPlan, exact: State) -> RoundResult:
+        """A peer's round of which S_r, with what the ledger lacks of its own, is `exact`.
+
+        The model then holds `exact` and the movement of the local steps. With `lag` 1 they begin elsewhere, and after
+        some of them `exact` is taken in: what is trained moves by its difference to where training began, so that the
+        local movement stays and all else is as if the round had begun from `exact`; the rest is replaced.
+        """
+        settings = self.settings
+        if not settings.lag:
+            self.model.load(exact)
+            return self.train(peer, plan, self.sequences)
+        start = exact if self._known is None else {**self._known, **peer.ahead}
+        self.model.load(start)
+        arrival = max(1, round(settings.lag_arrival * plan.steps))
+
+        def take_in(step: StepReport) -> None:
+            if step.steps == arrival:
+                moved = {name: values + (exact[name] - start[name]) for name, values in self.trained().items()}
+                self.model.load({**exact, **moved})
+
+        result = self.train(peer, plan, self.sequences, take_in)
+        goes_on = self.trained() if settings.lag_start == "own" else exact
+        peer.ahead = {name: goes_on[name].copy() for name in self.model.trainable()}
+        return result
+
+    def train(
+        self,
+        peer: Peer,
+        plan: RoundPlan,
+        sequences: Sequences,
+        report: Callable[[StepReport], None] = lambda step: None,
+    ) -> RoundResult:
         """A peer's local steps from what the model holds; its moments go on."""
         adamw = make_adamw(self.model, self.manifest.optimizer, peer.moments)
         self._give_owners_their_rate(adamw)
@@ -116,7 +155,7 @@ class Method(ABC):
             plan=plan,
             sequences=sequences,
             micro_batch=None,
-            report=lambda step: None,
+            report=report,
             should_cut=lambda: False,
         )
         peer.moments = moments_of(self.model, adamw)
@@ -150,6 +189,11 @@ class Method(ABC):
         gradients = sum(parameter.nbytes for parameter in self.model.trainable().values())
         return weights + gradients + sum(m.mean.nbytes + m.square.nbytes for m in peer.moments.values())
 
+    def host_bytes(self, peer: Peer) -> int:
+        """S_r in fp32, and a peer's residuals and beginning."""
+        kept = (*peer.residuals.values(), *peer.ahead.values())
+        return self.state_bytes() + sum(values.nbytes for values in kept)
+
     def state_bytes(self) -> int:
         """S_r in fp32."""
         return sum(4 * spec.size for spec in self.specs)
@@ -171,13 +215,13 @@ class Spes(Method):
             sections = (SHARED, group_section(group))
             peer.keep({spec.name for spec in self.specs if spec.section in sections})
             self.model.own((group,))
-            self.model.load({**state, **self._exact(peer, state)})
-            result = self.train(peer, self.plan(number, place), self.sequences)
+            result = self.train_from(peer, self.plan(number, place), {**state, **self._exact(peer, state)})
             written = tuple(self._encode(peer, state, section, place) for section in sections)
             counted.append(Contribution(peer=f"peer-{place:04}", tokens=result.tokens, standby=False, sections=written))
             results.append(result)
             device_bytes = max(device_bytes, self.device_bytes(peer))
-            host_bytes = max(host_bytes, self.state_bytes() + sum(r.nbytes for r in peer.residuals.values()))
+            host_bytes = max(host_bytes, self.host_bytes(peer))
+        self._known = state
         self.counted = tuple(counted)
         after: dict[str, FloatArray] = {}
         apply_set(
@@ -274,16 +318,15 @@ class Outer(Method):
         for place, peer in enumerate(self.peers):
             if not self._remembers:
                 peer.moments = {}
-            self.model.load(state)
-            results.append(self.train(peer, self.plan(number, place), self.sequences))
+            results.append(self.train_from(peer, self.plan(number, place), state))
             decoders.append(self._encode(peer, state, self.folder / f"{place}"))
             device_bytes = max(device_bytes, self.device_bytes(peer))
+        self._known = state
         weights = [result.tokens for result in results]
         after = {}
         for spec in self.specs:
             update = mean((decoder[spec.name] for decoder in decoders), weights)
             after[spec.name] = self._step(spec.name, state[spec.name], update)
-        residuals = max(sum(r.nbytes for r in peer.residuals.values()) for peer in self.peers)
         momentum = sum(m.nbytes for m in self._momentum.values())
         return Round(
             state=after,
@@ -291,7 +334,7 @@ class Outer(Method):
             loss=sum(result.loss for result in results) / len(results),
             sent_bytes=(self.folder / "0").stat().st_size,
             device_bytes=device_bytes,
-            host_bytes=self.state_bytes() + residuals + momentum,
+            host_bytes=max(self.host_bytes(peer) for peer in self.peers) + momentum,
         )
 
     def _step(self, name: str, before: FloatArray, update: FloatArray) -> FloatArray:

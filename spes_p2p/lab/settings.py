@@ -28,6 +28,8 @@ from spes_protocols.manifest import (
 
 METHODS = ("spes", "diloco", "fedavg", "central")
 
+LAG_STARTS = ("own", "agreed")
+
 NANO = Model(
     vocab_size=1024,
     hidden_size=64,
@@ -55,6 +57,10 @@ class Settings:
     DiLoCo's (Nesterov). `owner_lr` multiplies the learning rate of owned experts, `rotate` moves each group to the next
     peer every so many rounds (0: never). Without a codec, `spes` has the swarm's (int4, int8), the others fp32, as they
     were published; they code the whole model with `codec_shared`.
+
+    With a `lag` of 1 (`spes`, `diloco`) round r + 1 begins from a peer's own weights (`lag_start` "own") or from S_r
+    without its movement since ("agreed"), and S_{r+1} is there after a share of `lag_arrival` of its steps, rounded to
+    whole ones and at least one.
     """
 
     method: str
@@ -76,6 +82,9 @@ class Settings:
     outer_momentum: float = 0.9
     owner_lr: float = 1.0
     rotate: int = 0
+    lag: int = 0
+    lag_arrival: float = 1.0
+    lag_start: str = "own"
 
     def normal(self) -> Settings:
         """The same run with what its method does not know at one value."""
@@ -94,13 +103,17 @@ class Settings:
             changes |= {"outer_lr": 1.0, "outer_momentum": 0.0}
         elif self.method != "diloco":
             changes |= {"outer_lr": 0.0, "outer_momentum": 0.0}
+        if self.method not in ("spes", "diloco"):
+            changes["lag"] = 0
         result = dataclasses.replace(self, **changes)  # type: ignore[arg-type]
-        merging, biased = bool(result.merge_alpha), bool(result.bias)
+        merging, biased, ahead = bool(result.merge_alpha), bool(result.bias), bool(result.lag)
         return dataclasses.replace(
             result,
             merge_interval=(result.merge_interval or result.h) if merging else 0,
             merge_until=result.merge_until if merging else 0.0,
             bias_until=result.bias_until if biased else 0.0,
+            lag_arrival=result.lag_arrival if ahead else 0.0,
+            lag_start=result.lag_start if ahead else "",
         )
 
     @property
@@ -119,6 +132,9 @@ class Settings:
             words.append(f"owners' lr x{self.owner_lr:g}")
         if self.rotate:
             words.append(f"rotating every {self.rotate}")
+        if self.lag:
+            start = "" if self.lag_start == "own" else f" from the {self.lag_start} state"
+            words.append(f"lag {self.lag}{start}, arrival {self.lag_arrival:g}")
         usual = Settings(method=self.method).normal()
         if (self.codec_shared, self.codec_group) != (usual.codec_shared, usual.codec_group):
             words.append(f"{self.codec_shared}/{self.codec_group}")

@@ -18,7 +18,7 @@ from spes_p2p.core.tensors import tensor_specs
 from spes_p2p.crypto.envelope import seal
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.delta.genesis import genesis_tensors
-from spes_p2p.lab.methods import METHODS, Method, Spes, nesterov
+from spes_p2p.lab.methods import METHODS, Method, Peer, Spes, nesterov
 from spes_p2p.lab.results import Results, cells
 from spes_p2p.lab.run import DivergedError, Outcome, Point, advance, run
 from spes_p2p.lab.settings import METHODS as METHOD_NAMES
@@ -28,6 +28,7 @@ from spes_p2p.model.moe import MoE
 from spes_p2p.model.optim import learning_rate
 from spes_p2p.peer.worker import ApplyJob, Job, answer
 from spes_p2p.store.rundir import RunDir
+from spes_p2p.train.loop import RoundPlan, RoundResult, StepReport
 from spes_protocols.codec import to_plain
 from spes_protocols.errors import UserError
 from spes_protocols.manifest import Data, Manifest, Organizer
@@ -155,8 +156,9 @@ def test_nesterov_is_torchs() -> None:
         np.testing.assert_allclose(ours, parameter.detach().numpy(), rtol=1e-5)
 
 
-def test_spes_gives_the_state_root_of_the_swarms_apply(data: Data, tmp_path: Path) -> None:
-    wanted = settings("spes", merge_alpha=0.1, merge_until=1.0, bias=2.0)
+@pytest.mark.parametrize("lag", [0, 1])
+def test_spes_gives_the_state_root_of_the_swarms_apply(lag: int, data: Data, tmp_path: Path) -> None:
+    wanted = settings("spes", merge_alpha=0.1, merge_until=1.0, bias=2.0, lag=lag)
     method, manifest, state = make(wanted, data, tmp_path / "blobs")
     assert isinstance(method, Spes)
     organizer = Identity.generate()
@@ -179,6 +181,132 @@ def test_spes_gives_the_state_root_of_the_swarms_apply(data: Data, tmp_path: Pat
             roots.append(state_root(writer.commit()))
         assert applied.root == roots[-1], applied.error
     assert roots[0] != roots[1]
+
+
+LOSSLESS = {"codec_shared": "fp32", "codec_group": "fp32"}
+
+
+@pytest.mark.parametrize("name", ["spes", "diloco"])
+@pytest.mark.parametrize("arrival", [0.5, 1.0])
+def test_with_nobody_else_lag_1_is_lag_0(name: str, arrival: float, data: Data, tmp_path: Path) -> None:
+    plain = {"peers": 1, "outer_lr": 1.0, "outer_momentum": 0.0, **LOSSLESS}
+    after, now, ahead = [], *(make(settings(name, lag=lag, lag_arrival=arrival, **plain), data, tmp_path / str(lag))
+                              for lag in (0, 1))  # fmt: skip
+    for method, _, state in (now, ahead):
+        for number in range(3):
+            state = dict(method.round(state, number).state)
+        after.append(state)
+    assert close(after[0], after[1])
+
+
+class Walk:
+    """Stands in for training: a step moves everything that is trained by a step's own constant. Keeps the starts."""
+
+    def __init__(self, method: Method, steps: list[float]) -> None:
+        self.method, self.steps = method, steps
+        self.starts: list[dict[str, np.ndarray]] = []
+
+    def __call__(self, peer: Peer, plan: RoundPlan, sequences: Any, report: Any = lambda step: None) -> RoundResult:
+        place = len(self.starts) % self.method.settings.peers
+        self.starts.append({n: p.detach().numpy().copy() for n, p in self.method.model.named_parameters()})
+        for step in range(1, plan.steps + 1):
+            with torch.no_grad():
+                for parameter in self.method.model.trainable().values():
+                    parameter += (1 + place) * self.steps[plan.step + step - 1]
+            report(StepReport(steps=step, loss=1.0, tokens_per_second=1.0))
+        return RoundResult(steps=plan.steps, tokens=ROUND, loss=1.0)
+
+
+@pytest.mark.parametrize("start", ["own", "agreed"])
+@pytest.mark.parametrize("arrival", [0.5, 1.0])
+def test_lag_1_takes_the_agreed_state_in_a_round_late(
+    arrival: float, start: str, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = settings("spes", lag=1, lag_arrival=arrival, lag_start=start, tokens=6 * ROUND, **LOSSLESS)
+    method, _, genesis = make(wanted, data, tmp_path)
+    walk = Walk(method, [1.0, 2.0, 10.0, 20.0, 100.0, 200.0])
+    monkeypatch.setattr(method, "train", walk)
+    states = [genesis]
+    for number in range(3):
+        states.append(dict(method.round(states[-1], number).state))
+    section = {spec.name: spec.section for spec in tensor_specs(MODEL, 2)}
+    moved = (3.0, 30.0, 300.0)  # the first peer's movement in each round; the second's is twice that
+    for number, by in enumerate(moved):  # whatever anybody began from, only movement is agreed on
+        mean = {"shared": 1.5 * by, "group/0": by, "group/1": 2 * by}
+        expected = {name: values + mean[section[name]] for name, values in states[number].items()}
+        assert close(dict(states[number + 1]), expected, 1e-4)
+        for place in (0, 1):
+            begun, known = walk.starts[2 * number + place], states[max(0, number - 1)]
+            own = (1 + place) * moved[number - 1] if number and start == "own" else 0.0
+            trained = ("shared", f"group/{place}")
+            expected = {name: values + own * (section[name] in trained) for name, values in known.items()}
+            assert close(begun, expected, 1e-4)
+
+
+def test_what_arrives_in_a_round_is_there_after_its_share_of_steps(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, _, state = make(settings("spes", lag=1, lag_arrival=0.5, **LOSSLESS), data, tmp_path)
+    shifts: list[list[float]] = []
+
+    def train(peer: Peer, plan: RoundPlan, sequences: Any, report: Any) -> RoundResult:
+        weight, expert = (method.model.trainable()[name] for name in ("lm_head.weight", own[len(shifts) % 2]))
+        other = dict(method.model.named_parameters())[own[1 - len(shifts) % 2]]
+        seen = []
+        for step in (1, 2):
+            with torch.no_grad():
+                weight += 1.0 + len(shifts) % 2
+                expert += 8.0
+            before = [float(p.detach().reshape(-1)[0]) for p in (weight, expert, other)]
+            report(StepReport(steps=step, loss=1.0, tokens_per_second=1.0))
+            seen += [float(p.detach().reshape(-1)[0]) - b for p, b in zip((weight, expert, other), before, strict=True)]
+        shifts.append(seen)
+        return RoundResult(steps=2, tokens=ROUND, loss=1.0)
+
+    groups = {spec.section: spec.name for spec in tensor_specs(MODEL, 2)}
+    own = [groups["group/0"], groups["group/1"]]
+    monkeypatch.setattr(method, "train", train)
+    for number in range(2):
+        state = dict(method.round(state, number).state)
+    for none in shifts[:2]:  # in the first round nothing is on its way
+        assert none == [0.0] * 6
+    # Own movement in round 0 was 2 and 4, the mean is 3; an owner's own is all there is; another's appears as a whole.
+    np.testing.assert_allclose(shifts[2], [1, 0, 16, 0, 0, 0], atol=1e-4)
+    np.testing.assert_allclose(shifts[3], [-1, 0, 16, 0, 0, 0], atol=1e-4)
+
+
+def test_lag_1_loses_nothing_to_codecs_and_undoes_no_merging(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, _, state = make(settings("spes", lag=1), data, tmp_path / "coded")
+    sums = {name: values.astype(np.float64) for name, values in state.items()}
+    section = {spec.name: spec.section for spec in tensor_specs(MODEL, 2)}
+    random = np.random.default_rng(5)
+
+    def train(peer: Peer, plan: RoundPlan, sequences: Any, report: Any) -> RoundResult:
+        with torch.no_grad():
+            for name, parameter in method.model.trainable().items():
+                movement = random.standard_normal(tuple(parameter.shape)).astype(np.float32)
+                parameter += torch.from_numpy(movement)
+                sums[name] += movement / (2 if section[name] == "shared" else 1)
+        report(StepReport(steps=2, loss=1.0, tokens_per_second=1.0))
+        return RoundResult(steps=2, tokens=ROUND, loss=1.0)
+
+    monkeypatch.setattr(method, "train", train)
+    for number in range(6):
+        state = dict(method.round(state, number).state)
+    for name, values in state.items():
+        kept = [peer.residuals[name] for peer in method.peers if name in peer.residuals]
+        whole = values + sum(kept) / len(kept)
+        assert np.abs(whole - sums[name]).max() < 1e-4
+        assert np.abs(values - sums[name]).max() > 1e-3  # and it was coded
+
+    merging, _, state = make(settings("spes", lag=1, merge_alpha=0.5, merge_until=0.5, **LOSSLESS), data, tmp_path)
+    monkeypatch.setattr(merging, "train", Walk(merging, [0.0] * 8))
+    merged = dict(merging.round(state, 0).state)
+    assert not close(merged, state, 1e-3)
+    for number in (1, 2, 3):  # nobody moves, so nothing is sent, although rounds begin without the merge
+        assert close(dict(merging.round(merged, number).state), merged)
 
 
 def test_a_run_is_measured_on_the_way_and_at_its_end(data: Data) -> None:
@@ -218,6 +346,17 @@ def test_a_sweep_trains_nothing_twice() -> None:
     assert all(s.normal() == s for s in runs)
     assert runs[2].variant == "spes, merging 0.1 until 0.25"
     assert runs[4].variant == "diloco, Nesterov 0.7/0.9"
+
+
+def test_lag_is_part_of_a_run_where_the_method_knows_it() -> None:
+    runs = sweep({"method": ("spes", "diloco", "fedavg", "central"), "lag": (0, 1), "lag_arrival": (0.25, 1.0)})
+    assert [(s.method, s.lag, s.lag_arrival, s.lag_start) for s in runs] == [
+        ("spes", 0, 0.0, ""), ("spes", 1, 0.25, "own"), ("spes", 1, 1.0, "own"),
+        ("diloco", 0, 0.0, ""), ("diloco", 1, 0.25, "own"), ("diloco", 1, 1.0, "own"),
+        ("fedavg", 0, 0.0, ""), ("central", 0, 0.0, ""),
+    ]  # fmt: skip
+    assert runs[1].variant == "spes, lag 1, arrival 0.25"
+    assert dataclasses.replace(runs[1], lag_start="agreed").variant == "spes, lag 1 from the agreed state, arrival 0.25"
 
 
 OUTCOME = Outcome(
@@ -308,6 +447,9 @@ def test_the_command_trains_what_is_missing_and_shows_it(
         (("--method", "adam"), "argument --method: 'adam': expected one of spes, diloco, fedavg, central"),
         (("--method", "spes", "--h", "0"), "argument --h: '0': expected a whole number from 1 to 10000"),
         (("--method", "spes", "--bias", "x"), "argument --bias: 'x': expected a number from 0 to 64"),
+        (("--method", "spes", "--lag", "2"), "argument --lag: '2': expected a whole number from 0 to 1"),
+        (("--method", "spes", "--lag-arrival", "0"), "argument --lag-arrival: '0': expected a number from 0.001 to 1"),
+        (("--method", "spes", "--lag-start", "S"), "argument --lag-start: 'S': expected one of own, agreed"),
         (("--method", "spes", "--peers", "3"), "--peers 3: expected a divisor of the model's 8 experts"),
         (("--method", "spes", "--tokens", "100"), "--tokens 100 is less than one round: 4 peers x 20 steps"),
         (("--method", "spes", "--threads", "0"), "argument --threads: '0': expected a whole number"),
