@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from spes_client import homes, ui
 from spes_client.doctor_findings import DIRECT, GIVEN, RELAYED, AddressFound, Findings, PeerFound
 from spes_client.doctor_judge_home import home_rows, machine_rows
-from spes_client.doctor_judge_second import second_rows
+from spes_client.doctor_judge_second import second_rows, translated_hosts
 from spes_client.doctor_rows import Maker, Row, again, bad, good, here, short_address, unclear, warn
 
 CLOCK_SECONDS_CORRECTED = 1.0
@@ -86,11 +86,9 @@ def _own_address(found: Findings) -> Row:
     relayed = sorted({_relay_of(address) for address in told if "/p2p-circuit" in address})
     if relayed:
         return good(what, f"{_local(found)}, reached through the relay {' '.join(map(ui.short_peer, relayed))}")
-    if net.observed:
-        return warn(
-            what, f"behind NAT: {_local(found)} here, {net.observed[0]} to others",
-            "whether the router lets others in cannot be seen from here", _forward(found, net.observed[0]),
-        )  # fmt: skip
+    outer = next(iter((*net.observed, *translated_hosts(found))), "")
+    if outer:
+        return _behind_nat(found, f"behind NAT: {_local(found)} here, {outer} to others", outer)
     if public:
         return good(what, f"public: {' '.join(dict.fromkeys(public))}; a firewall before it cannot be seen from here")
     if not net.is_local_known:
@@ -102,13 +100,19 @@ def _own_address(found: Findings) -> Row:
             what, "none towards the internet", "this machine has no route out",
             f"check its network (ip route); then: {again(found)}",
         )  # fmt: skip
-    working = [relay for relay in net.relays if relay.seconds is not None]
+    return _behind_nat(found, f"behind NAT: {net.local}", "ROUTER_ADDRESS")
+
+
+def _behind_nat(found: Findings, shown: str, router: str) -> Row:
+    """`shown` is what is known of the addresses, `router` the outer one for a command line."""
+    what = "own address"
+    working = [relay for relay in found.network.relays if relay.seconds is not None]
     if any(relay.asked for relay in working):
-        return good(what, f"{net.local}, behind NAT; reached through the relay that was asked for")
-    cause = "a private address: others reach it only if the router forwards a port, or through a relay"
+        return good(what, f"{shown}; reached through the relay that was asked for")
+    cause = "others reach it only if the router forwards a port, which cannot be seen from here, or through a relay"
     if working:
-        return warn(what, f"{net.local}, behind NAT", cause, here(found, homes.JOIN, f"--relay {working[0].address}"))
-    return warn(what, f"{net.local}, behind NAT, and no relay", cause, _forward(found, "ROUTER_ADDRESS"))
+        return warn(what, shown, cause, here(found, homes.JOIN, f"--relay {working[0].address}"))
+    return warn(what, f"{shown}, and no relay", cause, _forward(found, router))
 
 
 def _forward(found: Findings, router: str) -> str:

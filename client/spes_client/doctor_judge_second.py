@@ -25,13 +25,16 @@ def second_rows(found: Findings) -> Iterator[Row]:
         return
     differing = list(_differing(found))
     dials = [dial for dial in second.dials if dial.kind in (PEER, RELAY)]
-    reached = sum(dial.seconds is not None for dial in dials)
     name = f"py-libp2p {second.version}".strip()
     if differing:
         yield from differing
     elif dials:
-        more = f", {len(dials) - reached} not" if reached < len(dials) else ""
-        yield good(what, f"{name} finds the same: {reached} of {len(dials)} reached{more}")
+        told = [
+            f"{sum(dial.seconds is not None for dial in of_kind)} of {len(of_kind)} {words}"
+            for kind, words in ((PEER, "addresses answer"), (RELAY, "relays pass it on"))
+            if (of_kind := [dial for dial in dials if dial.kind == kind])
+        ]
+        yield good(what, f"{name} finds the same: {', '.join(told)}")
     elif not second.version:
         yield unclear(what, "the prober was not up when the time was over", "this machine is very busy", again(found))
     else:
@@ -97,21 +100,23 @@ def _router(found: Findings) -> Iterator[Row]:
     if not seen:
         return
     what = "router"
-    ports = {(dial.local_port, _port(dial.observed)) for dial in seen}
+    outer: dict[int, list[int]] = {}
+    for dial in seen:
+        outer.setdefault(dial.local_port, []).append(_port(dial.observed))
     told = f"{len(seen)} peer{'' if len(seen) == 1 else 's'}"
-    if all(inner == outer for inner, outer in ports):
-        yield good(what, f"keeps the port of a connection, as {told} saw: direct connections are made through it")
+    if all(port == inner for inner, ports in outer.items() for port in ports):
+        yield good(what, f"keeps the port of a connection, as {told} saw: direct connections can be made")
         return
-    shown = ", ".join(f"{inner} becomes {outer}" for inner, outer in sorted(ports)[:3])
-    inner_ports = {inner for inner, _ in ports}
-    if len(seen) > 1 and len(ports) == len(inner_ports) < len(seen):
-        yield good(what, f"changes the port of a connection, to the same for all: {shown}")
-    elif len(ports) > len(inner_ports):
+    inner, ports = max(outer.items(), key=lambda item: (len(set(item[1])), len(item[1])))
+    shown = f"port {inner} is seen as {', '.join(map(str, sorted(set(ports))[:3]))}"
+    if len(set(ports)) > 1:
         yield warn(
-            what, f"symmetric: each connection from one port has another outside ({shown})",
-            "nobody can tell at which port this machine will be seen: others behind routers reach it through relays",
+            what, f"symmetric: a port here is another one for each peer ({shown})",
+            "nobody can tell where this machine will be seen: others behind routers reach it through relays only",
             _way_in(found),
         )  # fmt: skip
+    elif len(ports) > 1:
+        yield good(what, f"changes the port of a connection, to the same for all: {shown}")
     else:
         yield warn(
             what, f"changes the port of a connection ({shown})",
@@ -123,6 +128,11 @@ def _router(found: Findings) -> Iterator[Row]:
 def _way_in(found: Findings) -> str:
     relay = next((relay.address for relay in found.network.relays if relay.seconds is not None), "ADDRESS")
     return f"forward a port of the router to this machine, or: {here(found, homes.JOIN, f'--relay {relay}')}"
+
+
+def translated_hosts(found: Findings) -> list[str]:
+    """The addresses at which peers saw this machine that are none of its own: a router's."""
+    return [_host(dial.observed) for dial in found.second.dials if dial.kind == PEER and _is_translated(found, dial)]
 
 
 def _is_translated(found: Findings, dial: DialFound) -> bool:

@@ -61,7 +61,7 @@ def test_it_finds_what_the_doctor_finds(tmp_path: Path, monkeypatch: pytest.Monk
     assert dials[RELAY, address].seconds is not None, dials
     assert [dial for dial in found.second.dials if dial.kind == OWN and dial.seconds is not None]
     rows = {row.what: row for row in judge(found)}
-    assert rows["second opinion"].found.endswith("finds the same: 2 of 3 reached, 1 not")
+    assert rows["second opinion"].found.endswith("finds the same: 1 of 2 addresses answer, 1 of 1 relays pass it on")
     assert rows["dial back"].state == "ok"
 
 
