@@ -309,8 +309,9 @@ def test_lag_1_loses_nothing_to_codecs_and_undoes_no_merging(
         assert close(dict(merging.round(merged, number).state), merged)
 
 
-def test_a_run_is_measured_on_the_way_and_at_its_end(data: Data) -> None:
-    wanted = settings("spes", merge_alpha=0.1, bias=1.0, owner_lr=2.0, rotate=1)
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_run_is_measured_on_the_way_and_at_its_end(lag: int, data: Data) -> None:
+    wanted = settings("spes", merge_alpha=0.1, bias=1.0, owner_lr=2.0, rotate=1, lag=lag)
     manifest = manifest_of(wanted, MODEL, data)
     heldout = sequences(range(1)).reshape(-1)
     outcome = run(wanted, manifest, sequences, heldout)
@@ -321,7 +322,7 @@ def test_a_run_is_measured_on_the_way_and_at_its_end(data: Data) -> None:
     shared = sum(4 * spec.size for spec in specs if spec.section == "shared")
     group = sum(4 * spec.size for spec in specs if spec.section == "group/0")
     assert outcome.device_bytes == 4 * (shared + group) + group
-    assert outcome.host_bytes == (shared + 2 * group) + (shared + group)
+    assert outcome.host_bytes == (shared + 2 * group) + (1 + lag) * (shared + group)
 
 
 @pytest.mark.parametrize("name", ["central", "spes"])
