@@ -1,0 +1,366 @@
+"""Where a round's wall time goes on home lines: four real peers, each behind 110 Mbit/s up, 500 down, 50 ms.
+
+    python benchmarks/wan.py                                four rounds of 240 s of training: 27 minutes; needs root
+    python benchmarks/wan.py --train-seconds 5 --rounds 1   a try
+
+What the lines carry is the `1b` preset's at four nodes, divided by `--scale`: the bytes of a contribution and the rates
+of the lines, so that a transfer takes as long as at full size. The round trip is not scaled. The trainers take real
+steps of that small model, each followed by a pause, so that a round's training takes `--train-seconds`.
+
+Four peers share this machine's cores for their arithmetic, with a small model; what it takes a peer of the full size
+that has a machine of its own is computed (`at_full_size`), and both are shown.
+
+Times are those of the peers' event logs, bytes those of the devices, headers of TCP and Ethernet with them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from common import machine, new_parser, new_table, show
+from emulated.line import Machine, connect
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from spes_client.measured import REFERENCE_APPLY_BYTES_PER_SECOND
+from spes_client.ui import bytes_text, run_program
+from spes_p2p.core.tensors import section_specs
+from spes_p2p.delta.codecs import section_bytes, write_section
+from spes_p2p.store.events import Life, Line, read_events
+from spes_protocols.errors import UserError
+from spes_protocols.manifest import Model
+from spes_protocols.messages import SHARED, group_section
+from tests.chaos import cage
+
+ROOT = Path(__file__).resolve().parents[1]
+PEERS = 4
+BITS_UP, BITS_DOWN, ROUND_TRIP_SECONDS = 110e6, 500e6, 0.050
+STEPS = 24
+LAYERS, EXPERTS = 12, 16
+SHARED_SHARE = 0.354
+"""Of the full size's contribution: 261 M shared parameters in 4 bits, 226 M owned ones in 8."""
+
+SECTIONS = ((SHARED, "int4"), (group_section(0), "int8"))
+STATE_BYTES = 12
+"""What the trainer writes for a trained parameter before it publishes: two moments and a residual in fp32."""
+
+TRIES = 3
+PATIENCE_SECONDS = 300.0
+PHASES = {
+    "train": "train: the local steps, paced",
+    "encode": "encode, save and sign",
+    "transfer": "transfer: others' blobs, from the own header to the last",
+    "check": "check the last of them",
+    "agree": "agree: to the stored commit, without apply",
+    "apply": "apply: the next state and its root",
+    "next": "until the next round's training begins",
+}
+NO_OVERLAP = "a manifest allows only lag 0: training waits for the agreed state, nothing of a round overlaps the next"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One round of one peer, in seconds; the phases add up to `wall`."""
+
+    wall: float
+    phases: dict[str, float]
+    contribution_bytes: int
+    upload: float
+    """From the own header until the last of the others had the own blobs; it runs beside `transfer`."""
+
+
+def rounds_of(life: Life, lives: Sequence[Life]) -> list[Round]:
+    """The whole rounds in one peer's log, from one start of training to the next. `lives`: those of all peers."""
+    starts = {
+        int(line.fields["round"]): life.seconds(line) for line in reversed(life.lines) if line.event == "training"
+    }
+    return [
+        found
+        for number, follows in itertools.pairwise(sorted(starts))
+        if (found := _round(life, lives, number, starts[number], starts[follows])) is not None
+    ]
+
+
+def _round(life: Life, lives: Sequence[Life], number: int, begin: float, end: float) -> Round | None:
+    """None for a round in which this peer did not contribute, or whose end is not in the log."""
+    lines = [line for line in life.lines if begin <= life.seconds(line) <= end]
+    trained = _last(lines, "trained", round=number)
+    header = _last(lines, "header", round=number)
+    applied = _last(lines, "applied", round=number)
+    head = _last(lines, "head", round=number + 1)
+    if trained is None or header is None or head is None:
+        return None
+    sent = life.seconds(header)
+    # Others' blobs may all be here before the own header is signed.
+    came = max([sent, *(life.seconds(line) for line in lines if line.event == "blob_came")])
+    checked = max([came, *(life.seconds(line) for line in lines if line.event == "checked")])
+    moved = life.seconds(head)
+    train = float(trained.fields["seconds"])
+    # A peer that hears the others' commit while it applies writes no event of it: that time is in `agree` then.
+    apply = float(applied.fields["seconds"]) if applied is not None else 0.0
+    taken = [
+        other.seconds(line) - sent
+        for other in lives
+        for line in other.lines
+        if line.event == "blob_came" and line.fields["signer"] == life.peer and begin <= other.seconds(line) <= end
+    ]
+    phases = {
+        "train": train,
+        "encode": sent - begin - train,
+        "transfer": came - sent,
+        "check": checked - came,
+        "agree": moved - checked - apply,
+        "apply": apply,
+        "next": end - moved,
+    }
+    size = int(header.fields["bytes"])
+    return Round(wall=end - begin, phases=phases, contribution_bytes=size, upload=max(taken, default=0.0))
+
+
+def _last(lines: Sequence[Line], event: str, **fields: Any) -> Line | None:
+    fitting = (
+        line
+        for line in reversed(lines)
+        if line.event == event and all(line.fields.get(name) == value for name, value in fields.items())
+    )
+    return next(fitting, None)
+
+
+def mean(rounds: Sequence[Round]) -> Round:
+    """Of several rounds and peers. Raises `UserError` if there are none."""
+    if not rounds:
+        raise UserError("no peer finished a whole round: see the peers' event logs")
+    return Round(
+        wall=fmean(each.wall for each in rounds),
+        phases={phase: fmean(each.phases[phase] for each in rounds) for phase in PHASES},
+        contribution_bytes=round(fmean(each.contribution_bytes for each in rounds)),
+        upload=fmean(each.upload for each in rounds),
+    )
+
+
+def at_full_size(
+    measured: Round, planned: Mapping[str, Any], *, encode_seconds: float, scale: float
+) -> dict[str, float]:
+    """The phases of a peer of the full size with a machine of its own; train, transfer and agreement as measured.
+
+    `encode`: `encode_seconds` of the small model times the scale, and writing the trainer's state at the rate by which
+    `spes plan` counts; `check`: as measured with four peers on these cores, times the scale; `apply`: by `spes plan`.
+    """
+    saved = STATE_BYTES * planned["parameters_trained"] / REFERENCE_APPLY_BYTES_PER_SECOND
+    return measured.phases | {
+        "encode": encode_seconds * scale + saved,
+        "check": measured.phases["check"] * scale,
+        "apply": planned["apply_seconds"],
+    }
+
+
+def encode_seconds(model: Model) -> float:
+    """CPU time of coding one contribution of this model, the least of three tries."""
+    random = np.random.default_rng(0)
+    tries = []
+    with tempfile.TemporaryDirectory(prefix="spes-benchmark-") as folder:
+        for (name, codec), _ in itertools.product(SECTIONS, range(TRIES)):
+            specs = section_specs(model, PEERS, name)
+            deltas = {spec.name: random.normal(0, 1e-3, spec.shape).astype(np.float32) for spec in specs}
+            begun = time.process_time()
+            write_section(specs, deltas, codec, Path(folder) / "blob")
+            tries.append(time.process_time() - begun)
+    return sum(min(tries[first : first + TRIES]) for first in range(0, len(tries), TRIES))
+
+
+def small_model(contribution: float) -> Model:
+    """A model whose peers' contributions have about so many bytes, with the full size's share of shared parameters."""
+    heads = 8
+    shared, owned = contribution * SHARED_SHARE, contribution * (1 - SHARED_SHARE)
+    # Attention has 4 d^2 parameters a layer, of half a byte each; an expert 3 d f of one byte.
+    hidden = max(32, round((shared / (2 * LAYERS)) ** 0.5 / (2 * heads)) * 2 * heads)
+    intermediate = max(8, round(owned / (3 * hidden * LAYERS * EXPERTS / PEERS)))
+    return Model(
+        vocab_size=257,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=heads,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        sequence_length=32,
+    )
+
+
+def contribution_bytes(model: Model) -> int:
+    """A peer's blobs of one round, as `spes plan` counts them."""
+    return sum(section_bytes(section_specs(model, PEERS, name), codec) for name, codec in SECTIONS)
+
+
+def plan() -> dict[str, Any]:
+    """What `spes plan` says of the full size."""
+    command = [sys.executable, "-m", "spes_client.main", "plan", "--preset", "1b", "--nodes", str(PEERS), "--json"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"spes plan failed: {done.stderr.strip()}")
+    planned: dict[str, Any] = json.loads(done.stdout)
+    return planned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a run of the swarm gave: rounds of all peers, and bytes of each peer's line in a round, both ways."""
+
+    rounds: list[Round]
+    bytes_sent: float
+    bytes_received: float
+    load_average: float
+
+
+def measure(model: Model, *, scale: float, train_seconds: float, rounds: int) -> Measured:
+    """Run the swarm for so many rounds."""
+    from tests.e2e import swarm as e2e
+
+    machines = [Machine(number, bits_up=BITS_UP / scale) for number in range(PEERS + 1)]
+    lines = connect(machines, round_trip_seconds=ROUND_TRIP_SECONDS, bits_down=BITS_DOWN / scale)
+    round_seconds = train_seconds + PATIENCE_SECONDS
+    try:
+        with tempfile.TemporaryDirectory(prefix="spes-benchmark-") as folder:
+            run = e2e.make_run(
+                Path(folder), groups=PEERS, min_peers=PEERS, steps=STEPS, model=model,
+                grace_seconds=30.0, blob_seconds=300.0, propose_seconds=10.0, vote_seconds=10.0,
+            )  # fmt: skip
+            with e2e.Swarm(run) as swarm:
+                door = e2e.door(swarm.bootstrap(side=machines[0]))
+                peers = [_peer(swarm, f"peer{n}", door, machines[n], train_seconds) for n in range(1, PEERS + 1)]
+                for peer in peers:
+                    peer.until("training", lambda status: status.phase == "training", seconds=PATIENCE_SECONDS)
+                before = [each.counted() for each in machines[1:]]
+                for peer in peers:
+                    peer.until(
+                        f"training round {rounds}",
+                        lambda status: status.round >= rounds and status.phase == "training",
+                        seconds=rounds * round_seconds,
+                    )
+                after = [each.counted() for each in machines[1:]]
+                load = os.getloadavg()[2]
+                lives = [read_events(peer.run_dir.events_path).lives[-1] for peer in peers]
+                for peer in peers:
+                    peer.terminate()
+    finally:
+        lines.kill()
+        lines.wait()
+    sent, received = (
+        fmean(late[way] - early[way] for late, early in zip(after, before, strict=True)) / rounds for way in (0, 1)
+    )
+    found = [each for life in lives for each in rounds_of(life, lives)]
+    return Measured(rounds=found, bytes_sent=sent, bytes_received=received, load_average=load)
+
+
+def _peer(swarm: Any, name: str, door: str, place: Machine, train_seconds: float) -> Any:
+    from tests.e2e import swarm as e2e
+
+    home = swarm.run.folder / name
+    volunteer = swarm.start(
+        name, ROOT / "benchmarks" / "emulated" / "paced.py", "peer", train_seconds, "--plain", "--dir", home,
+        "--peer", door, "--threads", 1, "--listen", f"/ip4/{place.address}/tcp/0", "--allow-source", swarm.run.folder,
+        kind=e2e.Volunteer, prefix=place.prefix,
+    )  # fmt: skip
+    volunteer.home = home
+    return volunteer
+
+
+def figures_of(
+    measured: Measured, planned: dict[str, Any], *, scale: float, train_seconds: float, encode: float
+) -> dict[str, Any]:
+    """Everything that `--json` prints."""
+    whole = mean(measured.rounds)
+    full = at_full_size(whole, planned, encode_seconds=encode, scale=scale)
+    return {
+        "machine": machine(),
+        "load_average_15_minutes": measured.load_average,
+        "lines": {"bits_up": BITS_UP, "bits_down": BITS_DOWN, "round_trip_seconds": ROUND_TRIP_SECONDS, "scale": scale},
+        "train_seconds": train_seconds,
+        "rounds_of_all_peers": len(measured.rounds),
+        "wall_seconds": whole.wall,
+        "phase_seconds": whole.phases,
+        "upload_seconds": whole.upload,
+        "utilisation_as_measured": whole.phases["train"] / whole.wall,
+        "encode_alone_seconds": encode,
+        "full_size": {"wall_seconds": sum(full.values()), "phase_seconds": full},
+        "utilisation": full["train"] / sum(full.values()),
+        "utilisation_overlap": None,
+        "utilisation_overlap_reason": NO_OVERLAP,
+        "contribution_bytes": whole.contribution_bytes,
+        "bytes_sent_per_peer_round": measured.bytes_sent,
+        "bytes_received_per_peer_round": measured.bytes_received,
+        "planned_bytes_per_peer_round": planned["traffic_bytes_per_round"],
+        "rounds": [asdict(each) for each in measured.rounds],
+    }
+
+
+def _tables(figures: dict[str, Any]) -> list[Any]:
+    lines, scale = figures["lines"], figures["lines"]["scale"]
+    up, down, trip = lines["bits_up"] / 1e6, lines["bits_down"] / 1e6, 1000 * lines["round_trip_seconds"]
+    times = new_table(
+        f"A round of {PEERS} peers, {up:g} Mbit/s up, {down:g} down, {trip:g} ms; bytes and rates over {scale:.4g}",
+        "phase", "measured", "share", "at full size", "share",
+    )  # fmt: skip
+    wall, full = figures["wall_seconds"], figures["full_size"]
+    for phase, words in PHASES.items():
+        seconds, whole = figures["phase_seconds"][phase], full["phase_seconds"][phase]
+        times.add_row(
+            words, f"{seconds:.2f} s", f"{seconds / wall:.1%}", f"{whole:.2f} s", f"{whole / full['wall_seconds']:.1%}"
+        )
+    times.add_row("round", f"{wall:.2f} s", "100.0%", f"{full['wall_seconds']:.2f} s", "100.0%")
+    traffic = new_table("A peer's bytes in one round, times the scale", "", "measured", "spes plan")
+    planned = figures["planned_bytes_per_peer_round"]
+    for words, name, key in (
+        ("own contribution", "contribution_bytes", "contribution"),
+        ("sent in all", "bytes_sent_per_peer_round", "sent"),
+        ("received in all", "bytes_received_per_peer_round", "received"),
+    ):
+        traffic.add_row(words, bytes_text(figures[name] * scale), bytes_text(planned[key]))
+    result = new_table("", "utilisation", "")
+    result.add_row("without overlap, at full size", f"{figures['utilisation']:.1%}")
+    result.add_row("without overlap, as measured with the small model", f"{figures['utilisation_as_measured']:.1%}")
+    result.add_row("with overlap", f"not to be had: {NO_OVERLAP}")
+    return [times, traffic, result]
+
+
+def _main() -> int:
+    parser = new_parser(__doc__)
+    parser.add_argument("--scale", type=float, default=20.0, metavar="N", help="divides bytes and rates (default 20)")
+    parser.add_argument("--train-seconds", type=float, default=240.0, metavar="S", help="of a round (default 240)")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="how many (default 4)")
+    arguments = parser.parse_args()
+    if (
+        not 10 <= arguments.scale <= 1000
+        or not 1 <= arguments.rounds <= 100
+        or not 1 <= arguments.train_seconds <= 3600
+    ):
+        raise UserError("--scale is 10 to 1000, --rounds 1 to 100, --train-seconds 1 to 3600")
+    problem = cage.obstacle() or ("" if os.path.exists("/dev/net/tun") else "there is no /dev/net/tun")
+    if problem:
+        raise UserError(f"the lines are emulated with network namespaces: {problem}")
+    planned = plan()
+    contribution = planned["traffic_bytes_per_round"]["contribution"]
+    model = small_model(contribution / arguments.scale)
+    scale = contribution / contribution_bytes(model)  # the model's widths are whole numbers
+    encode = encode_seconds(model)
+    cage.enter()
+    measured = measure(model, scale=scale, train_seconds=arguments.train_seconds, rounds=arguments.rounds)
+    figures = figures_of(measured, planned, scale=scale, train_seconds=arguments.train_seconds, encode=encode)
+    show(_tables(figures), figures, as_json=arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(_main))
