@@ -70,7 +70,7 @@ def _choice(subject: Subject, machine: Machine, device: Device, devices: int, wi
     def beside(owned: int) -> int:
         if device != "cpu":
             return 0
-        return plan.host_bytes(subject.model, subject.groups, owned, device=device, devices=devices) // devices
+        return subject.host_bytes(owned, device, devices) // devices
 
     def within(bytes_free: int) -> Choice:
         return choose(
@@ -92,7 +92,7 @@ def _lines(subject: Subject, machine: Machine, device: Device, devices: int, wis
     place = _place(machine, device, devices)
     ways = _ways(subject, device, devices, choice)
     needs = f"needs {memory_text(choice.memory.total)}{' on each' if devices > 1 else ''}"
-    own = plan.host_bytes(subject.model, subject.groups, choice.owned, device=device, devices=devices)
+    own = subject.host_bytes(choice.owned, device, devices)
     needs += f", beside {memory_text(own)} for the rest of the peer"
     if choice.fits:
         lines = [f"{place}: {ways}; {needs}"]

@@ -85,7 +85,7 @@ def choose_for(subject: Subject, machine: Machine, wish: Wish) -> Choice:
     device = machine.device
 
     def beside(owned: int) -> int:
-        return plan.host_bytes(subject.model, subject.groups, owned, device=device) if device == "cpu" else 0
+        return subject.host_bytes(owned, device) if device == "cpu" else 0
 
     return choose(
         subject.model, subject.groups, wish, device=device, device_bytes=machine.device_bytes(device), beside=beside,
@@ -224,7 +224,7 @@ def _rows(
     files, owned, share = subject.files(), subject.owned, subject.share()
     traffic = plan.traffic(files, **share)
     disk = plan.disk(subject.model, files, **share)
-    host = plan.host_bytes(subject.model, subject.groups, owned, device=device, devices=devices)
+    host = subject.host_bytes(owned, device, devices)
     rounds = plan.rounds_of(subject.phases, subject.total_steps) if subject.phases and subject.total_steps else 0
     in_run = f"; {_amount(disk.log_round * rounds)} for {rounds} rounds" if rounds else ""
     seconds = 8 * max(traffic.sent, traffic.received) / LINE_BITS_PER_SECOND
@@ -342,7 +342,7 @@ def _json(
         "device": device,
         "devices": devices,
         "options": options,
-        "host_gib": plan.host_bytes(model, subject.groups, owned, device=device, devices=devices) / GIB,
+        "host_gib": subject.host_bytes(owned, device, devices) / GIB,
         "disk_bytes": asdict(disk) | {"total": disk.total},
         "log_run_bytes": None if rounds is None else disk.log_round * rounds,
         "rounds": rounds,

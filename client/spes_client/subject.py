@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spes_client import ui
+from spes_p2p.core import plan
 from spes_p2p.core.plan import Files
 from spes_p2p.core.tensors import section_specs, tensor_specs
 from spes_protocols.codec import from_plain
@@ -36,6 +37,7 @@ class Subject:
     total_steps: int = 0
     peers: int
     shared_quota: int = Rounds.shared_quota
+    lag: int = 0
 
     @property
     def groups(self) -> int:
@@ -51,6 +53,11 @@ class Subject:
     def sequences(self) -> int:
         """A peer's batch in a step of the phase with the largest, in sequences; one where no phase says."""
         return max((phase.batch_sequences for phase in self.phases), default=1)
+
+    def host_bytes(self, owned: int, device: plan.Device, devices: int = 1) -> int:
+        """Memory of all the peer's processes in the host, without what a CPU trains on."""
+        ahead = self.lag > 0
+        return plan.host_bytes(self.model, self.groups, owned, device=device, devices=devices, ahead=ahead)
 
     @property
     def senders(self) -> int:
@@ -141,6 +148,7 @@ def of_manifest(manifest: Manifest) -> Subject:
         total_steps=manifest.optimizer.total_steps,
         peers=manifest.ownership.min_peers,
         shared_quota=manifest.rounds.shared_quota,
+        lag=manifest.rounds.lag,
     )
 
 
@@ -183,6 +191,7 @@ def _of_plain(plain: Mapping[str, Any], name: str) -> Subject:
         total_steps=optimizer.total_steps if optimizer else 0,
         peers=ownership.min_peers,
         shared_quota=rounds.shared_quota if rounds else Rounds.shared_quota,
+        lag=rounds.lag if rounds else 0,
     )
 
 

@@ -247,7 +247,7 @@ class TrainerTask(_message.Message):
     def __init__(self, train: _Optional[_Union[TrainRound, _Mapping]] = ..., cut: _Optional[_Union[CutShort, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
 
 class TrainRound(_message.Message):
-    __slots__ = ("round", "state_path", "step", "steps", "batch_sequences", "first_sequence", "groups", "out_dir", "has_outcome", "outcome_round", "outcome", "epoch", "counted", "fresh")
+    __slots__ = ("round", "state_path", "step", "steps", "batch_sequences", "first_sequence", "groups", "out_dir", "has_outcome", "outcome_round", "outcome", "epoch", "counted", "fresh", "ahead")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STATE_PATH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -262,6 +262,7 @@ class TrainRound(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
     FRESH_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     round: int
     state_path: str
     step: int
@@ -276,7 +277,20 @@ class TrainRound(_message.Message):
     epoch: bytes
     counted: _containers.RepeatedScalarFieldContainer[str]
     fresh: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, round: _Optional[int] = ..., state_path: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., batch_sequences: _Optional[int] = ..., first_sequence: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ..., out_dir: _Optional[str] = ..., has_outcome: _Optional[bool] = ..., outcome_round: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., epoch: _Optional[bytes] = ..., counted: _Optional[_Iterable[str]] = ..., fresh: _Optional[_Iterable[int]] = ...) -> None: ...
+    ahead: LocalSteps
+    def __init__(self, round: _Optional[int] = ..., state_path: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., batch_sequences: _Optional[int] = ..., first_sequence: _Optional[int] = ..., groups: _Optional[_Iterable[int]] = ..., out_dir: _Optional[str] = ..., has_outcome: _Optional[bool] = ..., outcome_round: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., epoch: _Optional[bytes] = ..., counted: _Optional[_Iterable[str]] = ..., fresh: _Optional[_Iterable[int]] = ..., ahead: _Optional[_Union[LocalSteps, _Mapping]] = ...) -> None: ...
+
+class LocalSteps(_message.Message):
+    __slots__ = ("step", "steps", "batch_sequences", "first_sequence")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    steps: int
+    batch_sequences: int
+    first_sequence: int
+    def __init__(self, step: _Optional[int] = ..., steps: _Optional[int] = ..., batch_sequences: _Optional[int] = ..., first_sequence: _Optional[int] = ...) -> None: ...
 
 class CutShort(_message.Message):
     __slots__ = ("round",)

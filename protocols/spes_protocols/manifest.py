@@ -152,7 +152,7 @@ class Rounds:
     """Rules of a round. Quorums and order of votes are SPEC 5 and not for the manifest to change."""
 
     phases: Annotated[tuple[Phase, ...], Size(1, 16)]
-    lag: Annotated[int, Range(0, 0)] = 0
+    lag: Annotated[int, Range(0, 1)] = 0
     grace_seconds: Seconds = 30.0
     blob_seconds: Seconds = 300.0
     propose_seconds: Annotated[float, Range(0.05, 3600.0)] = 10.0

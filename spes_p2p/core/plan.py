@@ -336,16 +336,18 @@ def disk(model: Model, files: Files, *, peers: int, groups: int, owned: int, sen
     )
 
 
-def host_bytes(model: Model, groups: int, owned: int, *, device: Device, devices: int = 1) -> int:
+def host_bytes(model: Model, groups: int, owned: int, *, device: Device, devices: int = 1, ahead: bool = False) -> int:
     """Memory of all the peer's processes in the host, without what a CPU trains on (`device_memory`).
 
     While a tensor is coded, the trainer holds it with its state, delta and residual and what the delta decodes to. The
     worker holds a tensor and the pieces it comes from, in a round that merges also a layer's gates in int8. States and
-    residuals are mapped files: the system takes their memory back.
+    residuals are mapped files: the system takes their memory back. With `ahead` the trainer also keeps the weights from
+    which it has begun the next round (SPEC 6.9); several devices do not.
     """
     parts = cut(model, groups, owned)
     gates = model.num_experts * model.hidden_size * model.intermediate_size
     trainer = devices * PROCESS_BYTES[device] + 5 * FP32 * parts.largest
+    trainer += FP32 * parts.trained if ahead and devices == 1 else 0
     return trainer + PEER_PROCESSES_BYTES + 2 * FP32 * parts.largest + gates
 
 

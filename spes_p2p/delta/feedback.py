@@ -46,6 +46,18 @@ def shared_delta(trained: FloatArray, state: FloatArray, residual: FloatArray) -
     return change
 
 
+def ahead_delta(trained: FloatArray, start: FloatArray, residual: FloatArray) -> FloatArray:
+    """What a peer encodes of a round that it began ahead at X: (W' - X) + d; shared, + e (SPEC 6.9)."""
+    change = trained - start
+    change += residual
+    return change
+
+
+def ahead_start(state: FloatArray, trained: FloatArray, start: FloatArray) -> FloatArray:
+    """X, from which the next round's shared section is trained ahead: S_r and what moved in round r since its own X."""
+    return state + (trained - start)
+
+
 def shared_residual(delta: FloatArray, decoded: FloatArray, residual: FloatArray, outcome: Outcome) -> FloatArray:
     """The new e after the commit, with `delta` from `shared_delta`. A round that did not count is dropped: e stays."""
     return delta - decoded if outcome is Outcome.COUNTED else residual

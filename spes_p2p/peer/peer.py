@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from spes_p2p import __version__
-from spes_p2p.core.assignment import member_sequences
+from spes_p2p.core.assignment import member_sequences, next_cursor
 from spes_p2p.core.ledger import CLAIMS_MAX, start_record
 from spes_p2p.crypto.envelope import seal
 from spes_p2p.crypto.keys import Identity
@@ -454,9 +454,24 @@ class Peer:
             groups=member.groups,
             out_dir=str(self.run_dir.out_dir),
         )
+        if self.manifest.rounds.lag and self.options.rounds_max != head.round + 1:
+            task.ahead.CopyFrom(self._steps_ahead(place))
         if ready is not None and ready.has_pending:
             self.publisher.fill_outcome(task, ready.pending_epoch, ready.pending_round)
         return task
+
+    def _steps_ahead(self, place: int) -> control_pb2.LocalSteps:
+        """What this peer is to train in the next round, if the member table stays as it is (SPEC 6.9)."""
+        head = self.chain.head
+        step = head.step + self.manifest.phase(head.step).steps
+        cursor = next_cursor(head.cursor, self.manifest.round_sequences(head.step), len(head.members))
+        phase = self.manifest.phase(step)
+        return control_pb2.LocalSteps(
+            step=step,
+            steps=phase.steps,
+            batch_sequences=phase.batch_sequences,
+            first_sequence=member_sequences(cursor, self.manifest.round_sequences(step), place).start,
+        )
 
     def _limit_reached(self) -> bool:
         return self.options.rounds_max is not None and self.chain.head.round >= self.options.rounds_max

@@ -10,7 +10,7 @@ import numpy as np
 
 from spes_p2p.core.tensors import section_specs
 from spes_p2p.delta.codecs import Decoder, write_section
-from spes_p2p.delta.feedback import Outcome, owned_delta, owned_difference, shared_delta, shared_residual
+from spes_p2p.delta.feedback import Outcome, ahead_delta, owned_delta, owned_difference, shared_delta, shared_residual
 from spes_p2p.delta.numeric import FloatArray
 from spes_p2p.train.learner import Learner, sections_of
 from spes_p2p.train.state import Computed
@@ -32,8 +32,13 @@ class Contribution:
         residuals: Mapping[str, FloatArray],
         learner: Learner,
         manifest: Manifest,
+        start: Mapping[str, FloatArray] | None = None,
     ) -> None:
-        """`state` is S_r, `residuals` those before the round."""
+        """`state` is S_r, `residuals` those before the round.
+
+        `start` is where the trained parameters of a round that was begun ahead started (SPEC 6.9).
+        """
+        self._start = start
         self._task, self._state, self._residuals, self._learner = task, state, residuals, learner
         self._codec_of = manifest.codecs.of
         self._specs = {
@@ -56,8 +61,12 @@ class Contribution:
         )
 
     def _delta(self, name: str, section: str) -> FloatArray:
-        trained, state = self._learner.trained(name), self._state[name]
-        return shared_delta(trained, state, self._before(name)) if section == SHARED else owned_delta(trained, state)
+        trained = self._learner.trained(name)
+        if self._start is not None:
+            return ahead_delta(trained, self._start[name], self._before(name))
+        if section == SHARED:
+            return shared_delta(trained, self._state[name], self._before(name))
+        return owned_delta(trained, self._state[name])
 
     def _before(self, name: str) -> FloatArray:
         residual = self._residuals.get(name)

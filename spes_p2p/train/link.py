@@ -62,6 +62,11 @@ class Inbox:
             assert task is not None
             yield task
 
+    def peek(self) -> pb.TrainRound | None:
+        """The round asked for that was not begun yet."""
+        with self._changed:
+            return self._next
+
     def should_cut(self, task: pb.TrainRound) -> bool:
         """Whether a round is to be published as it stands: the peer said so, or asks for another one already."""
         with self._changed:

@@ -10,8 +10,8 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +23,7 @@ from spes_p2p.core.plan import step_flops_per_token
 from spes_p2p.core.tensors import tensor_specs
 from spes_p2p.data.batches import TokenData
 from spes_p2p.data.sources import StoppedError
-from spes_p2p.delta.feedback import owned_start
+from spes_p2p.delta.feedback import ahead_start, owned_start
 from spes_p2p.delta.numeric import FloatArray
 from spes_p2p.model.moments import Moments
 from spes_p2p.store.files import remove_unfinished
@@ -38,7 +38,7 @@ from spes_p2p.train.setup import EXIT_FAULT, EXIT_MEMORY, Options, check_devices
 from spes_p2p.train.state import Computed, Pending, TrainerState, load_state, save_state
 from spes_protocols import control_pb2 as pb
 from spes_protocols.errors import DiskFullError, SpesError, UserError
-from spes_protocols.messages import SHARED
+from spes_protocols.messages import SHARED, group_section
 
 
 def work(options: Options) -> int:
@@ -81,6 +81,58 @@ def _follower_ended(link: Link, rank: int, code: int) -> NoReturn:
     os._exit(code if code > 0 else EXIT_FAULT)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """From what the round was trained whose weights the model has: S_r, and where the shared parameters started."""
+
+    state: Mapping[str, FloatArray]
+    start: Mapping[str, FloatArray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Early:
+    """Local steps of a round that were taken before it was asked for, as `expected` (SPEC 6.9).
+
+    `start` is where the trained parameters started.
+    """
+
+    expected: pb.TrainRound
+    start: Mapping[str, FloatArray]
+    result: RoundResult
+    seconds: float
+
+    def fits(self, task: pb.TrainRound) -> bool:
+        """Whether the round that is asked for is the expected one, and what was published before it stays in force."""
+        return is_expected(self.expected, task)
+
+
+def expected_after(task: pb.TrainRound) -> pb.TrainRound:
+    """The next round, as `task.ahead` says; what is not known yet is left open."""
+    ahead = task.ahead
+    return pb.TrainRound(
+        round=task.round + 1,
+        epoch=task.epoch,
+        step=ahead.step,
+        steps=ahead.steps,
+        batch_sequences=ahead.batch_sequences,
+        first_sequence=ahead.first_sequence,
+        groups=task.groups,
+    )
+
+
+def is_expected(expected: pb.TrainRound, task: pb.TrainRound) -> bool:
+    """Whether a round may be begun, or ended, with steps that were taken ahead of it.
+
+    Not if the last contribution was refused or its branch given up: the owner then goes on from the ledger's weights.
+    """
+    asked = pb.TrainRound()
+    asked.CopyFrom(_question(task))
+    for name in ("state_path", "out_dir", "ahead"):
+        asked.ClearField(name)
+    in_force = task.has_outcome and task.outcome_round + 1 == task.round and task.outcome in (pb.COUNTED, pb.MISSED)
+    return asked == expected and in_force and not task.fresh
+
+
 class DataError(UserError):
     """The run's data cannot be read; the message says what and why in one line."""
 
@@ -99,6 +151,7 @@ class Trainer:
         self._shapes = {spec.name: spec.shape for spec in specs}
         self._sections = {spec.name: spec.section for spec in specs}
         self._state = load_state(self._run.optim_dir, self._shapes)
+        self._early: Early | None = None
         self._clear_leftovers()
         self._learner = make_learner(options, self._manifest)
         self._state.moments = self._learner.parts(self._state.moments)
@@ -145,8 +198,13 @@ class Trainer:
             if not Path(task.state_path).exists():
                 self._link.send(skipped=pb.Skipped(round=task.round))  # the round is over, and its state removed
                 continue
-            done = self._finished_before(task) or self._train(task)
+            if (known := self._finished_before(task)) is not None:
+                self._link.send(round_done=known)
+                continue
+            done, trained = self._train(task)
             self._link.send(round_done=done)
+            if task.HasField("ahead") and self._followers is None:
+                self._early = self._train_ahead(task, trained)
 
     def _finished_before(self, task: pb.TrainRound) -> pb.RoundDone | None:
         """The answer to this very task, if an earlier trainer gave it and the files are still what it said."""
@@ -157,8 +215,9 @@ class Trainer:
             return None
         return pending.done
 
-    def _train(self, task: pb.TrainRound) -> pb.RoundDone:
+    def _train(self, task: pb.TrainRound) -> tuple[pb.RoundDone, Trained]:
         """One round, from the outcome of the last contribution to the next one on disk."""
+        early, self._early = self._early, None
         self._settle(task)
         kept = kept_sections(task)
         self._state.keep({name for name, section in self._sections.items() if section in kept})
@@ -166,11 +225,18 @@ class Trainer:
             self._followers.tell(task, forget=not self._state.moments)
 
         state = map_state(Path(task.state_path), list(self._shapes.items()))
-        started = time.perf_counter()
-        result, self._state.moments = self._local_steps(task, self._exact_weights(state))
+        if early is not None and early.fits(task):
+            result, seconds, start = early.result, early.seconds, early.start
+        else:
+            start = None
+            started = time.perf_counter()
+            result, self._state.moments = self._local_steps(
+                task, self._exact_weights(state), lambda: self._link.inbox.should_cut(task)
+            )
+            seconds = time.perf_counter() - started
         trained = time.perf_counter()
 
-        contribution = Contribution(task, state, self._state.residuals, self._learner, self._manifest)
+        contribution = Contribution(task, state, self._state.residuals, self._learner, self._manifest, start)
         files = [contribution.encode(section) for section in sections_of(task)]
         done = pb.RoundDone(
             round=task.round,
@@ -179,7 +245,7 @@ class Trainer:
             tokens=result.tokens,
             steps=result.steps,
             loss=result.loss,
-            train_seconds=trained - started,
+            train_seconds=seconds,
             encode_seconds=time.perf_counter() - trained,
         )
         self._state = save_state(
@@ -193,7 +259,34 @@ class Trainer:
             self._learner.whole,
         )
         self._learner.finish()
-        return done
+        return done, Trained(state=state, start=state if start is None else start)
+
+    def _train_ahead(self, task: pb.TrainRound, last: Trained) -> Early:
+        """Take the next round's steps while the contribution to `task` travels and is agreed on (SPEC 6.9).
+
+        Ends early when another round than the expected one is asked for.
+        """
+        state = last.state
+        own = {group_section(group) for group in task.groups}
+        weights = self._exact_weights(state)
+        start: dict[str, FloatArray] = {}
+        for name, section in self._sections.items():
+            if section == SHARED:
+                start[name] = ahead_start(state[name], self._learner.trained(name), last.start[name])
+            elif section in own:
+                start[name] = weights[name]
+        expected = expected_after(task)
+
+        def should_cut() -> bool:
+            asked = self._link.inbox.peek()
+            if asked is None:
+                return False
+            return self._link.inbox.should_cut(asked) or not is_expected(expected, asked)
+
+        first = Computed(state, lambda name: start[name] if name in start else state[name])
+        started = time.perf_counter()
+        result, self._state.moments = self._local_steps(expected, first, should_cut)
+        return Early(expected=expected, start=start, result=result, seconds=time.perf_counter() - started)
 
     def _settle(self, task: pb.TrainRound) -> None:
         """Apply the outcome of the last contribution; one the peer says nothing of was missed."""
@@ -218,7 +311,7 @@ class Trainer:
         )
 
     def _local_steps(
-        self, task: pb.TrainRound, start: Mapping[str, FloatArray]
+        self, task: pb.TrainRound, start: Mapping[str, FloatArray], should_cut: Callable[[], bool]
     ) -> tuple[RoundResult, dict[str, Moments]]:
         plan = plan_of(task)
 
@@ -246,7 +339,7 @@ class Trainer:
             self._state.moments,
             sequences=sequences,
             report=report,
-            should_cut=lambda: self._link.inbox.should_cut(task),
+            should_cut=should_cut,
         )
 
     def _report_data(self, what: str, fraction: float) -> None:

@@ -1,0 +1,162 @@
+"""Training ahead of the agreement (SPEC 6.9), seen from the peer's side and held against the loop in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spes_p2p.store.rundir import RunDir
+from spes_p2p.train.trainer import expected_after, is_expected
+from spes_protocols import control_pb2 as pb
+from tests.unit.model_support import GROUPS
+from tests.unit.test_train_process import (
+    SHARED_NAMES,
+    SPECS,
+    Arrays,
+    assert_equal,
+    decoded,
+    group_names,
+    minus,
+    peer,
+    pick,
+    run,
+    saved,
+    serving,
+    trained,
+)
+from tests.unit.train_support import BATCH, EPOCH, FakePeer, round_task, write_state
+
+__all__ = ["peer", "run"]
+
+COUNTED = {"outcome": pb.COUNTED, "counted": ["shared", "group/0"]}
+
+
+def task_of(run: RunDir, number: int, *groups: int, **changes: Any) -> pb.TrainRound:
+    """A round that says what the next one is expected to be; what was sent before it counted. `changes` are fields."""
+    ahead = pb.LocalSteps(step=3 * (number + 1), steps=3, batch_sequences=BATCH, first_sequence=100 * (number + 1))
+    before = {"has_outcome": True, "outcome_round": number - 1, **COUNTED} if number else {}
+    task = round_task(run, number, groups or [0], ahead=ahead, **before)
+    for name in changes:
+        task.ClearField(name)
+    task.MergeFrom(pb.TrainRound(**changes))
+    return task
+
+
+def begun_ahead(peer: FakePeer, number: int, steps: int = 3) -> None:
+    """Wait until so many steps of a round are done that nobody has asked for yet."""
+    while (progress := peer.event("progress")).round != number or progress.step < steps:
+        assert progress.round <= number
+
+
+def ahead_of(state: Arrays, weights: Arrays, start: Arrays, sent: Arrays) -> Arrays:
+    """Where the next round starts: owned from the last known state and all that was sent, shared as it moved."""
+    shared = {name: state[name] + (weights[name] - start[name]) for name in SHARED_NAMES}
+    return state | shared | {name: state[name] + sent[name] for name in group_names(0)}
+
+
+def test_the_next_round_is_trained_before_it_is_asked_for(run: RunDir, peer: FakePeer, tmp_path: Path) -> None:
+    states = [write_state(run, number) for number in range(3)]
+    done, after, q = [], [], []
+    with serving(run, tmp_path):
+        peer.event("ready")
+        for number in range(3):
+            if number:
+                begun_ahead(peer, number)
+            peer.tell(train=task_of(run, number))
+            done.append(peer.event("round_done"))
+            after.append(saved(run))
+            q.append(decoded(done[-1]))
+        peer.tell(stop=pb.Stop())
+    assert [(each.round, each.steps) for each in done] == [(0, 3), (1, 3), (2, 3)]
+    start, moments = states[0], {}
+    residual = {name: 0 * states[0][name] for name in (*SHARED_NAMES, *group_names(0))}
+    for number in range(3):
+        weights, moments = trained(run, task_of(run, number), start, moments)
+        found = after[number]
+        # What moved goes out, and what coding left of the round before.
+        sent = {name: (weights[name] - start[name]) + residual[name] for name in residual}
+        assert_equal(pick(found.residuals, group_names(0)), pick(sent, group_names(0)))
+        assert_equal(found.pending.counted, minus(sent, q[number]))
+        assert_equal(pick(found.residuals, SHARED_NAMES), pick(residual, SHARED_NAMES))
+        assert all(kept.steps == 3 * (number + 1) for kept in found.moments.values())
+        residual, start = minus(sent, q[number]), ahead_of(states[number], weights, start, sent)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"outcome": pb.REFUSED, "counted": []},
+        {"first_sequence": 777},
+        {"fresh": [0]},
+        {"steps": 2},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_steps_for_another_round_than_the_one_asked_for_are_dropped(
+    run: RunDir, peer: FakePeer, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    states = [write_state(run, number) for number in range(2)]
+    task = task_of(run, 1, **change)
+    with serving(run, tmp_path):
+        peer.event("ready")
+        peer.tell(train=task_of(run, 0))
+        peer.event("round_done")
+        before = saved(run)
+        begun_ahead(peer, 1)
+        peer.tell(train=task)
+        done = peer.event("round_done")
+        after = saved(run)
+        peer.tell(stop=pb.Stop())
+    assert (done.round, done.steps) == (1, task.steps)
+    first, moments = trained(run, task_of(run, 0), states[0], {})
+    ahead = ahead_of(states[0], first, states[0], minus(first, states[0]))
+    _, moments = trained(run, task_of(run, 1), ahead, moments)
+    if task.fresh:
+        moments = {name: kept for name, kept in moments.items() if name in SHARED_NAMES}
+    keeps = not task.fresh and task.outcome == pb.COUNTED
+    d = pick(before.pending.counted, group_names(0)) if keeps else {}
+    exact = {name: states[1][name] + d[name] for name in d}
+    weights, _ = trained(run, task, states[1] | exact, moments)
+    assert_equal(pick(after.residuals, group_names(0)), minus(pick(weights, group_names(0)), states[1]))
+
+
+def test_a_round_that_comes_as_expected_is_cut_short_when_the_peer_says_so(
+    run: RunDir, peer: FakePeer, tmp_path: Path
+) -> None:
+    for number in range(2):
+        write_state(run, number)
+    steps = 10_000
+    first = round_task(
+        run, 0, [0],
+        ahead=pb.LocalSteps(step=3, steps=steps, batch_sequences=1, first_sequence=0),
+    )  # fmt: skip
+    second = round_task(run, 1, [0], steps=steps, has_outcome=True, outcome_round=0, **COUNTED)
+    second.batch_sequences, second.first_sequence = 1, 0
+    with serving(run, tmp_path):
+        peer.event("ready")
+        peer.tell(train=first)
+        peer.event("round_done")
+        begun_ahead(peer, 1, steps=1)
+        peer.tell(train=second)
+        peer.tell(cut=pb.CutShort(round=1))
+        done = peer.event("round_done")
+        peer.tell(stop=pb.Stop())
+    assert done.round == 1 and 1 <= done.steps < steps
+
+
+def test_what_counts_as_expected(run: RunDir) -> None:
+    expected = expected_after(task_of(run, 0))
+    assert is_expected(expected, task_of(run, 1))
+    assert is_expected(expected, task_of(run, 1, outcome=pb.MISSED, counted=[]))
+    for change in (
+        {"epoch": EPOCH[::-1]},
+        {"outcome": pb.ABANDONED},
+        {"has_outcome": False},
+        {"batch_sequences": BATCH + 1},
+    ):
+        assert not is_expected(expected, task_of(run, 1, **change)), change
+    assert not is_expected(expected, task_of(run, 1, 0, 1)) and GROUPS > 1
+    assert not is_expected(expected, task_of(run, 2))
+    assert {spec.section for spec in SPECS.values()} >= {"shared", "group/0"}
