@@ -283,11 +283,14 @@ class Peer:
     # ---- taking part -------------------------------------------------------------------------------------------
 
     async def _on_push(self, sender: str, raw: bytes) -> bytes:
-        self.contacts.heard_from(sender)
+        if self.contacts.presence(sender) is not None:
+            self.contacts.heard_from(sender)
         try:
             if not self.ready:
                 raise RemoteError("busy", "this peer is still catching up")
-            return await self.shell.on_push(sender, raw)
+            reply = await self.shell.on_push(sender, raw)
+            self.contacts.heard_from(sender)  # not before: anybody can push anything, and would be sent records
+            return reply
         except RemoteError as error:
             self.events.turned_away(sender, raw, error)
             raise
