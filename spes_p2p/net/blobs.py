@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, BinaryIO, Protocol
 
+from spes_p2p.net import timeouts
 from spes_p2p.net.limits import fair_time, fair_timeout
 from spes_p2p.net.transport import Transport
 from spes_protocols.codec import Range, decode, encode
@@ -27,7 +28,7 @@ CHUNK_BYTES = 64 * 1024
 RANGE_BYTES_MAX = 64 * 1024 * 1024
 """One stream carries at most this much: long ones would keep to a relay after a direct connection came up."""
 
-LOOK_SECONDS = 2.0
+LOOK_SECONDS = timeouts.LOOK
 """How often it is looked whether another would be faster than the holder at hand."""
 
 _METHOD = "blob"
@@ -87,7 +88,7 @@ async def fetch_blob(
     size: int,
     partial_path: Path,
     *,
-    idle_seconds: float = 20.0,
+    idle_seconds: float = timeouts.BLOB_IDLE,
     deadline_seconds: float,
     report: Callable[[int], None] | None = None,
     on_failure: Callable[[str, str], None] | None = None,

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
+from spes_p2p.net import timeouts
 from spes_p2p.net.addresses import check_announce, check_listen, parse_address
 from spes_p2p.net.control import Control
 from spes_p2p.net.launch import launch
@@ -35,11 +36,11 @@ log = logging.getLogger(__name__)
 
 PULSE_SECONDS = 2.0
 """Pause between two heartbeats."""
-PULSE_DEADLINE_SECONDS = 3.0
+PULSE_DEADLINE_SECONDS = timeouts.PULSE
 """A heartbeat without an answer for this long is repeated once, then the daemon counts as dead."""
 
-_START_SECONDS = 20.0
-_STOP_SECONDS = 3.0
+_START_SECONDS = timeouts.DAEMON_START
+_STOP_SECONDS = timeouts.DAEMON_STOP
 _PAUSES_SECONDS = (0.1, 1.0, 3.0, 10.0, 30.0)
 _STEADY_SECONDS = 60.0
 _LOG_BYTES_MAX = 8 * 1024 * 1024

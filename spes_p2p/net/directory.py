@@ -27,6 +27,7 @@ from hivemind.utils.auth import AuthRole, AuthRPCWrapper
 from hivemind.utils.multiaddr import Multiaddr
 
 from spes_p2p.crypto.keys import Identity, peer_id_of
+from spes_p2p.net import timeouts
 from spes_p2p.net.addresses import parse_address
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.net.records import RecordStorage
@@ -40,13 +41,13 @@ CLOCK_OFFSET_SECONDS_MAX = 3600.0
 """A clock that is further off than this is for a person to set."""
 
 _OFFSET_SECONDS_MIN = 1.0
-_TIME_SECONDS = 5.0
-_JOIN_SECONDS = 10.0
-_PUBLISH_SECONDS = 15.0
-_LOOKUP_SECONDS = 15.0
-_ATTACH_SECONDS = 10.0
+_TIME_SECONDS = timeouts.CLOCK
+_JOIN_SECONDS = timeouts.DHT_JOIN
+_PUBLISH_SECONDS = timeouts.DHT_PUBLISH
+_LOOKUP_SECONDS = timeouts.DHT_LOOK_UP
+_ATTACH_SECONDS = timeouts.DHT_ATTACH
 _RETRY_SECONDS = 1.0
-_RPC_SECONDS = 3.0
+_RPC_SECONDS = timeouts.DHT_REQUEST
 _PEERS_ASKED_MAX = 16
 _GREET_SECONDS = 60.0
 

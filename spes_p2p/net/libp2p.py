@@ -22,6 +22,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.logging import use_hivemind_log_handler
 
+from spes_p2p.net import timeouts
 from spes_p2p.net.addresses import parse_address
 from spes_p2p.net.control import Control
 from spes_p2p.net.daemon import Daemon, DaemonOptions
@@ -56,11 +57,11 @@ STREAMS_KNOWN_MAX = 384
 STREAMS_PER_PEER_MAX = 64
 """The same of one sender; more are cut at once."""
 
-_REQUEST_SECONDS = 30.0
-_HANDLER_SECONDS = 120.0
-_SEND_SECONDS = 60.0
-_LINGER_SECONDS = 10.0
-_CONNECT_SECONDS = 10.0
+_REQUEST_SECONDS = timeouts.REQUEST
+_HANDLER_SECONDS = timeouts.HANDLER
+_SEND_SECONDS = timeouts.SEND
+_LINGER_SECONDS = timeouts.LINGER
+_CONNECT_SECONDS = timeouts.CONNECT
 _RETRY_SECONDS = 1.0
 _RETRY_SECONDS_MAX = 5.0
 """About as long as libp2p itself does not try an address again that has failed."""
@@ -127,7 +128,7 @@ class LibP2P:
         relay: bool = False,
         relays: Sequence[str] = (),
         log_path: Path | None = None,
-        connect_seconds: float = 20.0,
+        connect_seconds: float = timeouts.FIRST_CONNECTION,
         limits: Limits | None = None,
     ) -> LibP2P:
         """Start the daemon and connect to at least one of `peers` (multiaddrs), if there are any.
@@ -283,7 +284,7 @@ class LibP2P:
         if peer in self._known:
             # Answered at once when connected. If it fails, the peer may still be found through others.
             with contextlib.suppress(NetworkError, TimeoutError):
-                async with asyncio.timeout(_CONNECT_SECONDS):
+                async with asyncio.timeout(timeouts.DIAL):
                     await self._control.connect(peer, self._known[peer])
         try:
             reader, writer = await self._control.open_stream(peer, PROTOCOL)

@@ -13,6 +13,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
+from spes_p2p.net import timeouts
 from spes_protocols.errors import NetworkError
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ LOOKS_MISSING = 5
 LOOKS_MISSING_MAX = 900
 """After restarts that did not help, the next one comes after twice as many looks each, up to this."""
 
-ANSWER_SECONDS = 3.0
+ANSWER_SECONDS = timeouts.RELAY_ANSWER
 GREETING = b"\x13/multistream/1.0.0\n"
 """What libp2p says first on every TCP connection."""
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from spes_p2p.crypto.envelope import seal, unseal
 from spes_p2p.crypto.keys import Identity
+from spes_p2p.net import timeouts
 from spes_p2p.net.directory import Directory, run_key
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer.recorder import SILENT, Recorder
@@ -28,7 +29,7 @@ FRESH_SECONDS = 120.0
 """A peer unheard of for so long gets no more records until it speaks again."""
 
 CONTACTS_MAX = 1024
-CALL_SECONDS = 8.0
+CALL_SECONDS = timeouts.HELLO
 CALLS_AT_ONCE = 64
 PAUSE_SECONDS_MAX = 300.0
 """A peer that does not answer is tried again after pauses that double up to this, or when it speaks."""

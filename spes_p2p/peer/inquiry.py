@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 
 from spes_p2p.core.forks import Few, Rank, given_up, judge_few, rank_of
 from spes_p2p.core.head import Head
+from spes_p2p.net import timeouts
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer.ledger_sync import id_of
 from spes_p2p.store.chain import Chain, Step
@@ -24,7 +25,7 @@ from spes_protocols.requests import CHAIN, ChainReply, ChainRequest
 ASKED_MAX = 16
 """So many are asked, at most half of them because they own groups at that head."""
 
-ASK_SECONDS = 8.0
+ASK_SECONDS = timeouts.ASK
 """How long an answer may take."""
 
 KEPT_SECONDS = 10.0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from spes_p2p.crypto.envelope import unseal_manifest
+from spes_p2p.net import timeouts
 from spes_p2p.net.addresses import parse_address
 from spes_p2p.net.transport import Transport
 from spes_p2p.store.first_state import adopt_state, beside
@@ -20,7 +21,7 @@ from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Signed
 from spes_protocols.requests import MANIFEST
 
-CALL_SECONDS = 20.0
+CALL_SECONDS = timeouts.CALL
 
 
 def expected_run(addresses: Sequence[str]) -> bytes | None:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from spes_p2p.net import timeouts
 from spes_p2p.net.limits import fair_time
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer.meter import Meter
@@ -29,8 +30,8 @@ HOLDERS_AT_ONCE = 8
 LANES = 2
 """Requests under way to one holder, so that its line is not idle between two. 8 * 2 * 4 MiB is all that waits here."""
 
-IDLE_SECONDS = 15.0
-LEAF_SECONDS = 75.0
+IDLE_SECONDS = timeouts.LEAVES_IDLE
+LEAF_SECONDS = timeouts.LEAF
 """A leaf of 4 MiB takes longer only from a peer that drips."""
 
 LOOK_SECONDS = 0.5

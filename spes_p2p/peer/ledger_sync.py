@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from spes_p2p.core.forks import is_later_reset, strength_of
 from spes_p2p.core.members import Strength
 from spes_p2p.crypto.envelope import unseal
+from spes_p2p.net import timeouts
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer.sync import CALL_SECONDS, Report
 from spes_p2p.store.chain import Branch, Chain, Step
@@ -25,7 +26,7 @@ from spes_protocols.errors import NetworkError, RemoteError
 from spes_protocols.messages import Commit, Reset, Sealed
 from spes_protocols.requests import CHAIN, ChainEntry, ChainReply, ChainRequest
 
-LEDGER_SECONDS = 60.0
+LEDGER_SECONDS = timeouts.LEDGER
 """How long one peer may let us wait for its ledger in all; another has it too."""
 
 

@@ -22,6 +22,7 @@ from spes_p2p.core.ledger import CLAIMS_MAX, check_claim_place, start_record
 from spes_p2p.core.members import reset_members
 from spes_p2p.crypto.envelope import seal, unseal, unseal_manifest
 from spes_p2p.crypto.keys import Identity
+from spes_p2p.net import timeouts
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer import joining
@@ -44,7 +45,7 @@ from spes_protocols.requests import (
     SnapshotsReply,
 )
 
-CALL_SECONDS = 20.0
+CALL_SECONDS = timeouts.CALL
 STATES_NAMED = 8
 
 

@@ -11,13 +11,14 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable
 
+from spes_p2p.net import timeouts
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer.recorder import Recorder
 from spes_protocols.errors import NetworkError, RemoteError
 from spes_protocols.requests import PUSH
 
 QUEUE_MAX = 512
-CALL_SECONDS = 10.0
+CALL_SECONDS = timeouts.PUSH
 IDLE_SECONDS = 60.0
 """A sender without work for so long ends, and its peer is forgotten; the next record starts it again."""
 

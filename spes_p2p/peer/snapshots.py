@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
 from spes_p2p.core.roots import state_root
+from spes_p2p.net import timeouts
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer.leaves import Crew
 from spes_p2p.peer.meter import Meter
@@ -26,7 +27,7 @@ from spes_protocols.errors import NetworkError, RemoteError, SpesError
 from spes_protocols.messages import SnapshotIndex
 from spes_protocols.requests import INDEX, SNAPSHOTS, IndexRequest, SnapshotsReply
 
-CALL_SECONDS = 20.0
+CALL_SECONDS = timeouts.CALL
 ASKED_AT_ONCE = 64
 LIARS_KEPT = 1024
 

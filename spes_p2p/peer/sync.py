@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spes_p2p.delta.contributions import contributions
+from spes_p2p.net import timeouts
 from spes_p2p.net.blobs import fetch_blob
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer import snapshots
@@ -37,11 +38,11 @@ from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Section
 from spes_protocols.requests import SNAPSHOTS_MAX
 
-CALL_SECONDS = snapshots.CALL_SECONDS
+CALL_SECONDS = timeouts.CALL
 Report = snapshots.Report
 
 BLOB_TRIES = 3
-BLOB_SECONDS = 60.0
+BLOB_SECONDS = timeouts.BLOB
 BLOB_BYTES_PER_SECOND_MIN = 32 * 1024
 """While going forward a blob may take a minute, and what its size takes at this rate."""
 
