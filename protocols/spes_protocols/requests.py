@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from spes_protocols.codec import OneOf, Size
+from spes_protocols.codec import OneOf, Range, Size
 from spes_protocols.types import PEERS_MAX, Count, Digest, Envelope, Small
 
 HELLO = "spes/1/hello"
@@ -20,6 +20,7 @@ SNAPSHOTS = "spes/1/snapshots"
 INDEX = "spes/1/index"
 LEAVES = "spes/1/leaves"
 CLAIMS = "spes/1/claims"
+DIAL_BACK = "spes/1/dial_back"
 
 PRESENCES_MAX = 64
 """Presences in one reply to HELLO."""
@@ -41,6 +42,9 @@ SNAPSHOTS_MAX = 1024
 
 LEAVES_MAX = 32
 """Leaves in one LEAVES request."""
+
+DIAL_PORTS_MAX = 4
+"""Ports in one DIAL_BACK request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,3 +118,24 @@ class LeavesRequest:
 
     round: Count
     leaves: Annotated[tuple[Leaf, ...], Size(1, LEAVES_MAX)]
+
+
+Port = Annotated[int, Range(1, 65535)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DialBackRequest:
+    """TCP ports that the asker listens on, to be dialled at the address its connection comes from."""
+
+    ports: Annotated[tuple[Port, ...], Size(1, DIAL_PORTS_MAX)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DialBackReply:
+    """`observed` is the other end of the asker's direct connection, `/ip4/../tcp/..` or `/ip6/..`.
+
+    `open` are those of the ports asked for, and of the observed one, where libp2p answered.
+    """
+
+    observed: Annotated[str, Size(1, 300)]
+    open: Annotated[tuple[Port, ...], Size(0, DIAL_PORTS_MAX + 1)]

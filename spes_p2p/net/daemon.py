@@ -100,6 +100,11 @@ class Daemon:
         """Multiaddrs of the relays it is to be reachable through; a relay itself has none."""
         return () if self._options.relay else self._options.relays
 
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """TCP ports that it listens on."""
+        return tuple(dict.fromkeys(check_listen(address)[1] for address in self._options.listen))
+
     async def own_addresses(self) -> list[str]:
         """Multiaddrs without the peer id, as the daemon tells them to others. Raises `NetworkError`."""
         try:

@@ -102,6 +102,8 @@ class LibP2P:
         self._looking = asyncio.Lock()
         self.bytes_up = 0
         self.bytes_down = 0
+        self.also_at: tuple[str, ...] = ()
+        """Multiaddrs under which others get here too, of which the daemon does not know: a router's."""
         self.favoured: frozenset[str] = frozenset()
         """Peers that strangers cannot keep from being answered, however many these are: the run's owners."""
         self.daemon = Daemon(options, self._register)
@@ -177,7 +179,7 @@ class LibP2P:
         found = await self._within(_CONNECT_SECONDS, self._control.identify(), "asking the daemon for its addresses")
         usable = [address for address in found[1] if "/tcp/" in address]
         usable.sort(key=lambda address: address.startswith(("/ip4/127.", "/ip6/::1/")))
-        return [f"{address}/p2p/{self.peer_id}" for address in usable]
+        return [f"{address}/p2p/{self.peer_id}" for address in dict.fromkeys((*self.also_at, *usable))]
 
     def add_address(self, peer: str, addresses: list[str]) -> None:
         """Remember a peer's addresses (as in its presence record) for when a call finds no connection to it.

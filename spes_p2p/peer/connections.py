@@ -109,7 +109,8 @@ async def network_now(transport: Transport, contacts: Contacts, before: Remember
 
     What was remembered is not forgotten for silence: after a night offline everybody is silent. Raises `NetworkError`.
     """
-    ports = [int(parts[4]) for parts in (own.split("/") for own in await transport.addresses()) if parts[3] == "tcp"]
+    own = [address.split("/") for address in await transport.addresses() if "/p2p-circuit" not in address]
+    ports = [int(parts[4]) for parts in own if parts[3] == "tcp"]
     presences = [contacts.presence(other) for other in sorted(contacts.fresh())]
     addresses: dict[str, str] = {}
     for text in (*(p.addresses[0] for p in presences if p is not None and p.addresses), *before.peers):
@@ -117,4 +118,4 @@ async def network_now(transport: Transport, contacts: Contacts, before: Remember
             address, other, _ = parse_address(text)
             addresses.setdefault(other, address)
     addresses.pop(transport.peer_id, None)
-    return Remembered(port=ports[0] if ports else before.port, peers=tuple(addresses.values())[:ADDRESSES_MAX])
+    return Remembered(port=ports[-1] if ports else before.port, peers=tuple(addresses.values())[:ADDRESSES_MAX])

@@ -22,6 +22,7 @@ from spes_p2p.peer.connections import connect_again, stay_connected
 from spes_p2p.peer.logfile import logging_to
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.peer import Peer
+from spes_p2p.peer.reach import Reach
 from spes_p2p.peer.remembered import NETWORK, Remembered, recall, with_port
 from spes_p2p.peer.retention import require_quota
 from spes_p2p.store.files import make_directory
@@ -95,6 +96,7 @@ async def run_until_done(peer: Peer, reached: list[str], say: Say) -> None:
     loop = asyncio.get_running_loop()
     running = asyncio.create_task(peer.run(reached))
     keeping = asyncio.create_task(stay_connected(peer))
+    reaching = asyncio.create_task(Reach(peer.transport, peer.contacts, peer.options, say).run())
     signals = 0
 
     def on_signal() -> None:
@@ -116,6 +118,7 @@ async def run_until_done(peer: Peer, reached: list[str], say: Say) -> None:
         raise KeyboardInterrupt from None
     finally:
         keeping.cancel()
+        reaching.cancel()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
 

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import itertools
-import os
-import shutil
-import subprocess
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,37 +12,7 @@ import pytest
 from spes_p2p.net import relays
 from spes_protocols.errors import NetworkError, UserError
 from tests.net.helpers import Net, Node, net_test, until
-
-ADDRESS = "11.0.113.1"
-"""A public one, as the daemon tells nobody of relays in private networks; it exists in the test's own network alone."""
-
-_NEW_NETWORK = 0x40000000
-
-
-def obstacle() -> str:
-    """Why a network of its own cannot be had here; empty if it can."""
-    return "" if os.geteuid() == 0 and shutil.which("ip") else "needs root and iproute2"
-
-
-def in_network(test: Callable[[], None]) -> None:
-    """Run a test where `ADDRESS` is this machine's: a thread, and what it starts, in a network of its own."""
-    failed: list[BaseException] = []
-
-    def inside() -> None:
-        try:
-            if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK):
-                pytest.skip(f"no network of its own here: {os.strerror(ctypes.get_errno())}")
-            for words in ("link set lo up", f"address add {ADDRESS}/32 dev lo"):
-                subprocess.run(["ip", *words.split()], check=True)
-            test()
-        except BaseException as error:  # also a skip
-            failed.append(error)
-
-    thread = threading.Thread(target=inside)
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
+from tests.net.own_network import ADDRESS, in_network, obstacle
 
 
 async def echo(sender: str, request: bytes) -> bytes:
