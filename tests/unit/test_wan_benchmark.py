@@ -87,6 +87,8 @@ OWN = (
     (300.0, "blob_came", {"signer": "bob"}),
     (340.0, "blob_came", {"signer": "bob"}),
     (342.0, "checked", {"round": 4}),
+    (343.0, "view", {"round": 4, "view": 0}),
+    (344.0, "view", {"round": 4, "view": 1}),
     (346.0, "applied", {"round": 4, "seconds": 3.0}),
     (347.0, "head", {"round": 5, "how": "agreement"}),
     (347.5, "training", {"round": 5, "steps": 24}),
@@ -107,6 +109,7 @@ def test_a_rounds_time_is_split_by_its_events() -> None:
     }  # fmt: skip
     assert sum(found.phases.values()) == found.wall
     assert (found.contribution_bytes, found.upload) == (77, 69.0), "bob's of the round before is another's"
+    assert found.views == 2.0
     assert wan.rounds_of(bob, [ann, bob]) == []
 
 
@@ -134,6 +137,42 @@ def test_arithmetic_is_computed_at_full_size_and_the_line_is_not() -> None:
     planned = {"parameters_trained": 500_000_000, "apply_seconds": 34.0}
     full = wan.at_full_size(measured, planned, encode_seconds=0.5, scale=20.0)
     assert full == measured.phases | {"encode": 10.0 + 12.0, "check": 40.0, "apply": 34.0}
+
+
+def test_with_overlap_a_cycle_is_training_and_coding_or_what_goes_on_beside_it() -> None:
+    ann = life(
+        "ann",
+        (100.0, "trained", {"round": 0, "seconds": 90.0}),
+        (350.0, "trained", {"round": 1, "seconds": 240.0}),
+        (900.0, "trained", {"round": 3, "seconds": 240.0}),
+    )
+    cycles = wan.cycles_of(ann)
+    assert cycles == [wan.Cycle(wall=250.0, train=240.0)], "round 2 was missed"
+    full = {"encode": 10.0, "transfer": 80.0, "check": 5.0, "agree": 5.0, "apply": 30.0}
+    found = wan.overlapped(cycles, full)
+    assert (found["utilisation_as_measured"], found["full_size_wall_seconds"]) == (0.96, 250.0)
+    assert wan.overlapped(cycles, full | {"transfer": 300.0})["full_size_wall_seconds"] == 350.0
+    with pytest.raises(UserError, match="two rounds in turn"):
+        wan.overlapped([], full)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_one_of_the_two_utilisations_is_measured_and_the_other_says_how(lag: int) -> None:
+    ann = life("ann", *OWN, (600.0, "trained", {"round": 5, "seconds": 240.0}))
+    measured = wan.Measured(
+        rounds=wan.rounds_of(ann, [ann]),
+        cycles=wan.cycles_of(ann),
+        bytes_sent=1.0,
+        bytes_received=2.0,
+        load_average=0.0,
+    )
+    planned = {"parameters_trained": 500_000_000, "apply_seconds": 34.0}
+    planned["traffic_bytes_per_round"] = dict.fromkeys(("contribution", "sent", "received"), 7)
+    figures = wan.figures_of(measured, planned, scale=20.0, train_seconds=240.0, encode=0.1, lag=lag)
+    here, other = ("utilisation_overlap", "utilisation") if lag else ("utilisation", "utilisation_overlap")
+    assert 0 < figures[here] < 1 and figures[here + "_reason"] == ""
+    assert figures[other] is None and f"--lag {1 - lag}" in figures[other + "_reason"]
+    assert len(wan._tables(figures)) == 3
 
 
 @pytest.mark.parametrize("scale", [10, 20, 50, 100])
