@@ -183,9 +183,10 @@ class _Watch:
         begun, before = fair_time(), self._file.tell()
         until = asyncio.timeout(None)
         looking = asyncio.create_task(self._faster(guide))
+        is_over = False
 
         def stop(looking: asyncio.Task[str]) -> None:
-            if not looking.cancelled():
+            if not looking.cancelled() and not is_over:
                 until.reschedule(asyncio.get_running_loop().time())
 
         try:
@@ -198,7 +199,7 @@ class _Watch:
                 raise
             return looking.result()
         finally:
-            looking.remove_done_callback(stop)
+            is_over = True
             looking.cancel()
             await asyncio.wait([looking])
             guide.came(self._holder, self._file.tell() - before, fair_time() - begun)

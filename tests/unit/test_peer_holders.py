@@ -71,9 +71,13 @@ def test_what_was_seen_fades_and_is_bounded() -> None:
     blob, other = b"b" * 32, b"o" * 32
     seen.came("ada", BYTES_MIN - 1, 0.001)
     assert seen.rates == {}
-    seen.came("ada", 100_000, 1.0)
-    seen.came("ada", 300_000, 1.0)
-    assert seen.rates == {"ada": 200_000.0}
+    seen.came("ada", 1_000_000, 10.0)
+    assert seen.rates == {"ada": 100_000.0}
+    seen.came("ada", 200_000, 0.1)
+    assert 100_000 < seen.rates["ada"] < 150_000, "one burst does not make a line fast"
+    for _ in range(20):
+        seen.came("ada", 200_000, 0.1)
+    assert seen.rates["ada"] > 1_500_000
     seen.failed("ada")
     seen.lacks("bob", blob)
     assert (seen.last(blob), seen.last(other)) == ({"ada", "bob"}, {"ada"})
