@@ -58,15 +58,18 @@ async def make_direct(
     *,
     tries: int = TRIES,
     seconds: float = PUNCH_SECONDS,
+    may_cut: Callable[[], bool] = lambda: True,
 ) -> bool:
     """Whether the connection to a peer is a direct one in the end; after `tries` it stays on its relay.
 
-    `reconnect` makes it anew, by any call to the peer. Takes about tries * (seconds + 15 s) at most. Raises
-    `NetworkError` if the daemon does not answer.
+    `reconnect` makes it anew, by any call to the peer. Where `may_cut` says no, the connection is left as it is. Takes
+    about tries * (seconds + 15 s) at most. Raises `NetworkError` if the daemon does not answer.
     """
     for _ in range(tries):
         if await _is_direct(transport, peer, seconds):
             return True
+        if not may_cut():
+            return False
         await transport.disconnect(peer)
         with contextlib.suppress(NetworkError, RemoteError, TimeoutError):
             async with asyncio.timeout(_CONNECT_SECONDS):

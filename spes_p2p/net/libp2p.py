@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import random
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,7 @@ class LibP2P:
         self._stream_handlers: dict[str, StreamHandler] = {}
         self._streams = Places()
         self._in_flight = Places()
+        self._calling: Counter[str] = Counter()
         self._said_at = -_SAY_AGAIN_SECONDS
         self._known: dict[str, list[str]] = {}
         self._server: asyncio.Server | None = None
@@ -227,6 +229,10 @@ class LibP2P:
                 found[peer] = "relayed" if relayed else "direct"
         return found
 
+    def is_used(self, peer: str) -> bool:
+        """Whether a request to or from a peer is under way."""
+        return peer in self._calling or self._in_flight.of(peer) > 0
+
     async def call(self, peer: str, method: str, payload: bytes, *, timeout_seconds: float) -> bytes:
         """One request, one reply, within the deadline, connecting first if need be."""
         try:
@@ -238,7 +244,7 @@ class LibP2P:
                         raise RemoteError("decode", f"not one reply to {method}", peer)
                     return reply
                 finally:
-                    opened.writer.close()
+                    self._hang_up(opened, peer)
         except TimeoutError:
             raise NetworkError(f"{peer} did not answer {method} within {timeout_seconds:g} s") from None
 
@@ -265,7 +271,7 @@ class LibP2P:
             raise NetworkError(f"{peer} sent nothing of {method} for {idle_seconds:g} s") from None
         finally:
             if opened is not None:
-                opened.writer.close()
+                self._hang_up(opened, peer)
 
     async def close(self) -> None:
         """Stop answering and end the daemon."""
@@ -305,7 +311,14 @@ class LibP2P:
             writer.close()
             raise
         self.bytes_up += len(payload)
+        self._calling[peer] += 1
         return _Call(reader=reader, writer=writer, down=Flow(down, peer, is_stream=is_stream))
+
+    def _hang_up(self, opened: _Call, peer: str) -> None:
+        opened.writer.close()
+        self._calling[peer] -= 1
+        if not self._calling[peer]:
+            del self._calling[peer]
 
     async def _next_chunk(
         self, opened: _Call, peer: str, method: str, piece_seconds: float | None = None

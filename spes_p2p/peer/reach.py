@@ -24,6 +24,7 @@ from spes_p2p.net.reachability import Answer, Kind, Verdict, end_of, judge
 from spes_p2p.net.relays import gives_address, greets, has_place
 from spes_p2p.peer.contacts import Contacts
 from spes_p2p.peer.options import PeerOptions
+from spes_p2p.peer.straightening import Straightener
 from spes_protocols.codec import decode, encode
 from spes_protocols.errors import NetworkError, RemoteError, UserError
 from spes_protocols.requests import DIAL_BACK, DIAL_PORTS_MAX, DialBackReply, DialBackRequest
@@ -136,8 +137,14 @@ class Reach:
         self._decides = options.role != "bootstrap" and not (options.announce or options.relays or options.relay)
 
     async def run(self) -> None:
-        """Answer others, ask and act until cancelled."""
+        """Answer others, ask and act, and make relayed connections direct ones, until cancelled."""
         self._transport.handle(DIAL_BACK, DialBack(self._transport.daemon.control.list_peers).answer)
+        straightener = Straightener(self._transport, self._contacts.fresh, self._contacts.hello)
+        async with asyncio.TaskGroup() as both:
+            both.create_task(self._watch())
+            both.create_task(straightener.run())
+
+    async def _watch(self) -> None:
         tries = 0
         while self._decides and self._transport.daemon.ports:
             await self._until(lambda links: "direct" in links.values())

@@ -119,6 +119,39 @@ async def test_a_hanging_handler_meets_the_callers_deadline_and_is_ended(first: 
 
 
 @standing_test
+async def test_a_connection_is_used_while_a_request_is_under_way(first: Node, second: Node) -> None:
+    asked, enough = asyncio.Event(), asyncio.Event()
+
+    async def wait(sender: str, request: bytes) -> bytes:
+        asked.set()
+        await enough.wait()
+        return b""
+
+    async def pour(sender: str, request: bytes) -> AsyncIterator[bytes]:
+        yield b"x" * 10
+        await enough.wait()
+
+    def used() -> list[bool]:
+        return [first.transport.is_used(second.peer_id), second.transport.is_used(first.peer_id)]
+
+    first.transport.handle("used", wait)
+    first.transport.handle_stream("pour", pour)
+    await until(lambda: used() == [False, False])
+    call = asyncio.create_task(second.transport.call(first.peer_id, "used", b"", timeout_seconds=20))
+    await asyncio.wait_for(asked.wait(), 10)
+    assert used() == [True, True]
+    enough.set()
+    await call
+    await until(lambda: used() == [False, False])
+    enough.clear()
+    stream = second.transport.stream(first.peer_id, "pour", b"", idle_seconds=10, bytes_max=99)
+    await anext(stream)
+    assert used() == [True, True]
+    await stream.aclose()
+    await until(lambda: used() == [False, False])
+
+
+@standing_test
 async def test_strangers_cannot_occupy_the_places_of_favoured_peers(first: Node, second: Node) -> None:
     enough = asyncio.Event()
 

@@ -32,6 +32,9 @@ class Known:
     def fresh(self) -> list[str]:
         return list(self._presences)
 
+    async def hello(self, peer: str) -> None:
+        raise NetworkError("nobody is greeted here")
+
     def presence(self, peer: str) -> Presence | None:
         return self._presences.get(peer)
 

@@ -47,6 +47,12 @@ def test_a_relayed_one_is_made_anew_until_it_is_direct_also_after_one_that_fails
     assert is_direct and line.made == 4 and line.is_open
 
 
+def test_one_that_is_used_is_not_cut() -> None:
+    line = Line(2)
+    assert not asyncio.run(make_direct(line, "p", line.reconnect, seconds=0.0, may_cut=lambda: False))
+    assert line.made == 1 and line.is_open
+
+
 def test_one_that_stays_on_its_relay_is_given_up_after_the_tries_and_stays_open() -> None:
     is_direct, line = made_direct(None, tries=4)
     assert not is_direct and line.made == 5 and line.is_open
