@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from spes_p2p.net.reachability import Answer
     from spes_protocols.manifest import Manifest
 
 GIVEN = "given"
@@ -166,7 +167,8 @@ class RelayFound:
 class NetworkFound:
     """What the probes' own network daemon saw. `local`: the address that this machine has towards the internet.
 
-    `addresses` are hosts without ports of the probing node, `observed` those of them that no interface here has.
+    `addresses` are hosts without ports of the probing node, `observed` those of them that no interface here has; it
+    listens on `ports`. `dialled_back` is what peers say who were asked to open a connection to it.
     """
 
     daemon_seconds: float | None = None
@@ -175,6 +177,8 @@ class NetworkFound:
     is_local_known: bool = False
     addresses: tuple[str, ...] = ()
     observed: tuple[str, ...] = ()
+    ports: tuple[int, ...] = ()
+    dialled_back: list[Answer] = field(default_factory=list)
     relays: list[RelayFound] = field(default_factory=list)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from spes_client import homes, ui
 from spes_client.doctor_findings import DIRECT, GIVEN, RELAYED, AddressFound, Findings, PeerFound
 from spes_client.doctor_judge_home import home_rows, machine_rows
-from spes_client.doctor_judge_second import second_rows, translated_hosts
+from spes_client.doctor_judge_second import reach_rows, second_rows, translated_hosts
 from spes_client.doctor_rows import Maker, Row, again, bad, good, here, short_address, unclear, warn
 
 CLOCK_SECONDS_CORRECTED = 1.0
@@ -43,7 +43,7 @@ def network_rows(found: Findings) -> list[Row]:
     """The network as this machine sees it, from the daemon to the single peers."""
     rows = [_daemon(found)]
     if found.network.daemon_seconds is not None:
-        rows += [_own_address(found), *_relays(found)]
+        rows += [_own_address(found), *reach_rows(found), *_relays(found)]
     rows += _addresses(found)
     if found.network.daemon_seconds is not None:
         rows += second_rows(found)
@@ -90,7 +90,8 @@ def _own_address(found: Findings) -> Row:
     if outer:
         return _behind_nat(found, f"behind NAT: {_local(found)} here, {outer} to others", outer)
     if public:
-        return good(what, f"public: {' '.join(dict.fromkeys(public))}; a firewall before it cannot be seen from here")
+        unseen = "" if net.dialled_back else "; a firewall before it cannot be seen from here"
+        return good(what, f"public: {' '.join(dict.fromkeys(public))}{unseen}")
     if not net.is_local_known:
         return unclear(what, "not found out", "the time was over", again(found))
     if _all_near(found):
@@ -109,7 +110,9 @@ def _behind_nat(found: Findings, shown: str, router: str) -> Row:
     working = [relay for relay in found.network.relays if relay.seconds is not None]
     if any(relay.asked for relay in working):
         return good(what, f"{shown}; reached through the relay that was asked for")
-    cause = "others reach it only if the router forwards a port, which cannot be seen from here, or through a relay"
+    if any(row.state == "ok" for row in reach_rows(found)):
+        return good(what, shown)
+    cause = "others reach it only if the router forwards a port, or through a relay"
     if working:
         return warn(what, shown, cause, here(found, homes.JOIN, f"--relay {working[0].address}"))
     return warn(what, f"{shown}, and no relay", cause, _forward(found, router))

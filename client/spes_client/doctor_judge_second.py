@@ -7,8 +7,54 @@ from collections.abc import Iterator
 from spes_client import homes, ui
 from spes_client.doctor_findings import OWN, PEER, RELAY, DialFound, Findings
 from spes_client.doctor_rows import Row, again, bad, good, here, short_address, unclear, warn
+from spes_p2p.net.reachability import Kind, judge
 
 _INSTALL = "spes doctor --install-prober"
+
+
+def reach_rows(found: Findings) -> Iterator[Row]:
+    """Whether peers who were asked to open a connection to here got in, judged as the peer itself would."""
+    net, what = found.network, "from outside"
+    if not any(peer.calls for peer in found.peers.values()):
+        return  # nobody could be asked, which other rows say
+    if not net.dialled_back:
+        yield unclear(
+            what, "nobody tried to connect to here",
+            "the time was over, the peers are older, or they were asked a moment ago", f"in a minute: {again(found)}",
+        )  # fmt: skip
+        return
+    own = {answer.ip for answer in net.dialled_back if answer.ip not in translated(found)}
+    verdict = judge(own, net.ports, net.dialled_back)
+    told = f"{sum(bool(a.open) for a in net.dialled_back)} of {len(net.dialled_back)} peers got in"
+    ways_in = "spes-join takes relays by itself; for direct connections forward a port of the router: "
+    typed = ways_in + here(found, homes.JOIN, "--listen /ip4/0.0.0.0/tcp/4001")
+    if verdict.kind is Kind.PUBLIC:
+        yield good(what, told)
+    elif verdict.kind is Kind.FORWARDED:
+        yield good(what, f"{told}, through the router at {verdict.address}")
+    elif verdict.kind is Kind.PRESERVING:
+        yield warn(
+            what, f"{told}; the router keeps ports, so holes can be punched", "the router lets nobody in by itself",
+            typed,
+        )  # fmt: skip
+    elif verdict.kind is Kind.SYMMETRIC:
+        yield warn(
+            what, f"{told}; the router is a symmetric one", "others behind routers come through relays only", typed
+        )
+    elif verdict.kind is Kind.CLOSED:
+        yield warn(
+            what, f"{told}, though the address is public", "a firewall lets nobody in",
+            f"open the port that spes-join listens on; then: {again(found)}",
+        )  # fmt: skip
+    else:
+        yield unclear(what, told, "what they say does not fit together", f"in a minute: {again(found)}")
+
+
+def translated(found: Findings) -> set[str]:
+    """The addresses at which peers saw this machine that are not its own."""
+    own = [found.network.local, *found.network.addresses]
+    mine = {host for host in own if host not in found.network.observed}
+    return {a.ip for a in found.network.dialled_back if a.ip not in mine and not a.ip.startswith("127.")}
 
 
 def second_rows(found: Findings) -> Iterator[Row]:
@@ -132,7 +178,9 @@ def _way_in(found: Findings) -> str:
 
 def translated_hosts(found: Findings) -> list[str]:
     """The addresses at which peers saw this machine that are none of its own: a router's."""
-    return [_host(dial.observed) for dial in found.second.dials if dial.kind == PEER and _is_translated(found, dial)]
+    return [*sorted(translated(found))] or [
+        _host(dial.observed) for dial in found.second.dials if dial.kind == PEER and _is_translated(found, dial)
+    ]
 
 
 def _is_translated(found: Findings, dial: DialFound) -> bool:

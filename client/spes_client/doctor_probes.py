@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spes_client.doctor_findings import (
+    DIRECT,
     GIVEN,
     OWN,
     PEER,
@@ -39,6 +40,7 @@ from spes_p2p.crypto.envelope import seal, unseal, unseal_manifest
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.addresses import parse_address
 from spes_p2p.net.libp2p import LibP2P
+from spes_p2p.peer import reach
 from spes_p2p.peer.joining import run_id_of
 from spes_p2p.store.states import Layout
 from spes_p2p.store.versions import other_version
@@ -84,6 +86,7 @@ RESOLVE_SECONDS = 4.0
 CONNECT_SECONDS = 6.0
 CALL_SECONDS = 4.0
 RELAY_SECONDS = 9.0
+BACK_SECONDS = 8.0
 
 _HOSTS_MAX = 4
 _PAUSE_SECONDS = 1.0
@@ -359,6 +362,8 @@ class _Probes:
                 peer.calls.clear()  # the first one had to connect
             peer.calls.append(seconds)
         await self._path(peer)
+        if peer.path == DIRECT:
+            self._spawn(self._ask_back(peer.peer))
         await self._fetch(peer)
         await self._path(peer)  # a hole may have been punched meanwhile
 
@@ -366,6 +371,17 @@ class _Probes:
         """Why a peer cannot be reached: what its address said a moment ago, where libp2p only remembers that."""
         known = [address.connect_problem for address in self._found.addresses if address.peer == peer.peer]
         return next(filter(None, known), problem) if "a moment ago" in problem else problem
+
+    async def _ask_back(self, peer: str) -> None:
+        """Have a peer open a connection to here; there is no answer from older ones, nor from those asked too often."""
+        net = self._found.network
+        net.ports = tuple(self._transport.daemon.ports)
+        if len(net.dialled_back) < reach.ASKED_MAX:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BACK_SECONDS):
+                    answer = await reach.ask(self._transport, peer, net.ports)
+                    if answer is not None:
+                        net.dialled_back.append(answer)
 
     async def _path(self, peer: PeerFound) -> None:
         with contextlib.suppress(NetworkError):

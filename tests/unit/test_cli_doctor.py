@@ -42,6 +42,7 @@ from spes_client.manifest_toml import to_manifest
 from spes_client.ui import fingerprint
 from spes_p2p.crypto.envelope import seal
 from spes_p2p.crypto.keys import Identity
+from spes_p2p.net.reachability import Answer
 from spes_p2p.peer.remembered import Remembered, remember
 from spes_p2p.store.ledger_db import LedgerDB
 from spes_p2p.store.rundir import RunDir, hold, pin_run
@@ -83,6 +84,10 @@ def seen_at(port: int, *, local: int = 5000, peer: str = ADA) -> DialFound:
     return dial(text=f"/ip4/9.9.9.9/tcp/1/p2p/{peer}", observed=f"/ip4/1.2.3.4/tcp/{port}", local_port=local)
 
 
+def back(port: int, *opened: int, ip: str = "1.2.3.4") -> Answer:
+    return Answer(ip=ip, port=port, open=frozenset(opened))
+
+
 def unreached(problem: str, **fields: object) -> AddressFound:
     return address(run_id=None, connect_seconds=None, tcp_seconds=None, connect_problem=problem, **fields)
 
@@ -107,7 +112,8 @@ def healthy(manifest: Manifest) -> Findings:
             disk_cache=20 * GIB, place="CPU", fit=("CPU, 8 GiB free: 1 group; needs 1 GiB",),
         ),
         network=NetworkFound(
-            daemon_seconds=0.4, local="1.1.1.1", is_local_known=True, addresses=("1.1.1.1",),
+            daemon_seconds=0.4, local="1.1.1.1", is_local_known=True, addresses=("1.1.1.1",), ports=(4001,),
+            dialled_back=[back(4001, 4001, ip="1.1.1.1")],
         ),
         second=SecondFound(version="0.8.1", dials=[dial()]),
         ports=[PortFound(address="/ip4/0.0.0.0/tcp/4001", port=4001)],
@@ -178,7 +184,8 @@ def without_run(found: Findings) -> None:
     changed(found, run_id=None, manifest=None)
 
 
-NAT = {"local": "192.168.1.5", "addresses": ("192.168.1.5",)}
+NAT = {"local": "192.168.1.5", "addresses": ("192.168.1.5",), "dialled_back": []}
+NOWHERE = {"local": "", "addresses": (), "dialled_back": []}
 
 CASES: list[tuple[str, str, Change, str, str]] = [
     # what the row begins with, its state, what is wrong, words of what it says, words of what to type
@@ -253,17 +260,25 @@ CASES: list[tuple[str, str, Change, str, str]] = [
      "or through a relay", "spes-join --dir /somewhere --relay /ip4/9.9.9.9/tcp/1/p2p/x"),
     ("own address", "warning", both(on_net(**NAT), dialled(seen_at(6000))),
      "192.168.1.5 here, 1.2.3.4 to others, and no relay", "--announce /ip4/1.2.3.4/tcp/4001"),
-    ("own address", "warning", on_net(local="192.168.1.5", addresses=("192.168.1.5", "1.1.1.1"), observed=("1.1.1.1",)),
+    ("own address", "warning", on_net(**NAT | {"addresses": ("192.168.1.5", "1.1.1.1"), "observed": ("1.1.1.1",)}),
      "192.168.1.5 here, 1.1.1.1 to others", "--announce /ip4/1.1.1.1/tcp/4001"),
-    ("own address", "problem", on_net(local="", addresses=()), "no route out", "ip route"),
-    ("own address", "ok", both(on_net(local="", addresses=()), with_addresses(address(hosts=("127.0.0.1",)))),
+    ("own address", "problem", on_net(**NOWHERE), "no route out", "ip route"),
+    ("own address", "ok", both(on_net(**NOWHERE), with_addresses(address(hosts=("127.0.0.1",)))),
      "in one network", ""),
-    ("own address", "unknown", on_net(local="", addresses=(), is_local_known=False), "time was over", "spes doctor"),
+    ("own address", "unknown", on_net(**NOWHERE, is_local_known=False), "time was over", "spes doctor"),
     ("relay", "ok", on_net(relays=[RelayFound(address="r", asked=True, seconds=1.2)]), "came up in 1.2 s", ""),
     ("relay", "ok", on_net(relays=[RelayFound(address="r", asked=False, seconds=1.2)]), "came up in 1.2 s", ""),
     ("relay", "problem", on_net(relays=[RelayFound(address="r", asked=True, problem="no place")]), "no place",
      "--relay ADDRESS"),
     ("relay", "unknown", on_net(relays=[RelayFound(address="r", asked=True)]), "in time", "spes doctor"),
+    ("from outside", "ok", on_net(), "1 of 1 peers got in", ""),
+    ("from outside", "ok", on_net(**NAT | {"dialled_back": [back(4001, 4001)]}), "at /ip4/1.2.3.4/tcp/4001", ""),
+    ("from outside", "warning", on_net(**NAT | {"dialled_back": [back(4001), back(4001)]}), "keeps ports", "spes-join"),
+    ("from outside", "warning", on_net(**NAT | {"dialled_back": [back(7001), back(7002)]}), "symmetric", "spes-join"),
+    ("from outside", "warning", on_net(dialled_back=[back(4001, ip="1.1.1.1")]), "a firewall", "open the port"),
+    ("from outside", "unknown", on_net(**NAT | {"dialled_back": [back(1), back(1, ip="1.2.3.5")]}), "does not fit", ""),
+    ("own address", "ok", on_net(**NAT | {"dialled_back": [back(4001, 4001)]}), "1.2.3.4 to others", ""),
+    ("from outside", "unknown", on_net(dialled_back=[]), "nobody tried", "in a minute"),
     ("second opinion", "ok", on_net(), "py-libp2p 0.8.1 finds the same: 1 of 1 addresses answer", ""),
     ("second opinion", "ok", both(with_addresses(unreached("refused")), dialled(dial(seconds=None, problem="refused"))),
      "0 of 1 addresses answer", ""),
