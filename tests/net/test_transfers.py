@@ -1,6 +1,7 @@
 """Blobs over lines that break and holders that are slow: all arrive, nothing grows, nobody waits for one of many."""
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Awaitable
@@ -36,7 +37,9 @@ def gated(gate: asyncio.Event) -> Limits:
 
     async def sleep(seconds: float) -> None:
         await gate.wait()
-        await asyncio.sleep(seconds)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.Event().wait()
 
     limiter = Limiter(Schedule(rate=RATE), clock=time.monotonic, sleep=sleep, minute=lambda: 0)
     return Limits(up=limiter, counts_local=True)
