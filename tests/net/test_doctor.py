@@ -50,7 +50,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for what is called in this process."""
     monkeypatch.setattr(doctor, "SECONDS_MAX", 100.0)
     monkeypatch.setattr(doctor, "HOME_SECONDS", 60.0)
-    for name in ("DAEMON_SECONDS", "CALL_SECONDS", "FETCH_SECONDS"):
+    for name in ("DAEMON_SECONDS", "CALL_SECONDS", "FETCH_SECONDS", "BACK_SECONDS"):
         monkeypatch.setattr(doctor_probes, name, 60.0)
 
 
@@ -206,6 +206,7 @@ def test_peers_are_found_and_measured(doors: Doors, tmp_path: Path) -> None:
     assert relay.seconds is not None, relay.problem
     rows = judge(found)
     assert row(rows, "relay").state == "ok"
+    assert row(rows, "from outside").found == "2 of 2 peers got in"
     assert not [each for each in rows if each.state == "problem"], rows
 
 
