@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -12,11 +13,18 @@ from spes_p2p.core.tensors import section_specs
 from spes_p2p.delta.codecs import Decoder, write_section
 from spes_p2p.delta.feedback import Outcome, ahead_delta, owned_delta, owned_difference, shared_delta, shared_residual
 from spes_p2p.delta.numeric import FloatArray
-from spes_p2p.train.learner import Learner, sections_of
+from spes_p2p.train.learner import sections_of
 from spes_p2p.train.state import Computed
 from spes_protocols import control_pb2 as pb
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import SHARED
+
+
+class Weights(Protocol):
+    """What a round has made of the trained parameters: a learner's, or a copy of them."""
+
+    def trained(self, name: str) -> FloatArray:
+        """A trained parameter's values after the round."""
 
 
 class Contribution:
@@ -30,7 +38,7 @@ class Contribution:
         task: pb.TrainRound,
         state: Mapping[str, FloatArray],
         residuals: Mapping[str, FloatArray],
-        learner: Learner,
+        weights: Weights,
         manifest: Manifest,
         start: Mapping[str, FloatArray] | None = None,
     ) -> None:
@@ -39,7 +47,7 @@ class Contribution:
         `start` is where the trained parameters of a round that was begun ahead started (SPEC 6.9).
         """
         self._start = start
-        self._task, self._state, self._residuals, self._learner = task, state, residuals, learner
+        self._task, self._state, self._residuals, self.trained = task, state, residuals, weights.trained
         self._codec_of = manifest.codecs.of
         self._specs = {
             section: section_specs(manifest.model, manifest.ownership.groups, section) for section in sections_of(task)
@@ -61,7 +69,7 @@ class Contribution:
         )
 
     def _delta(self, name: str, section: str) -> FloatArray:
-        trained = self._learner.trained(name)
+        trained = self.trained(name)
         if self._start is not None:
             return ahead_delta(trained, self._start[name], self._before(name))
         if section == SHARED:

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,16 +29,17 @@ from spes_p2p.model.moments import Moments
 from spes_p2p.store.files import remove_unfinished
 from spes_p2p.store.rundir import RunDir
 from spes_p2p.store.states import map_state
-from spes_p2p.train.contribution import Contribution, file_digest
+from spes_p2p.train.ahead import Beside, Copied, Early, Trained, copied, expected_after, is_expected, question
+from spes_p2p.train.contribution import Contribution, Weights, file_digest
 from spes_p2p.train.followers import Followers
 from spes_p2p.train.learner import kept_sections, plan_of, sections_of
 from spes_p2p.train.link import Link
 from spes_p2p.train.loop import RoundResult, StepReport
 from spes_p2p.train.setup import EXIT_FAULT, EXIT_MEMORY, Options, check_devices, describe, make_learner
-from spes_p2p.train.state import Computed, Pending, TrainerState, load_state, save_state
+from spes_p2p.train.state import Computed, Pending, TrainerState, Whole, load_state, save_state
 from spes_protocols import control_pb2 as pb
 from spes_protocols.errors import DiskFullError, SpesError, UserError
-from spes_protocols.messages import SHARED, group_section
+from spes_protocols.messages import SHARED
 
 
 def work(options: Options) -> int:
@@ -79,58 +80,6 @@ def _follower_ended(link: Link, rank: int, code: int) -> NoReturn:
     print(f"trainer: {message}", file=sys.stderr, flush=True)
     link.close()
     os._exit(code if code > 0 else EXIT_FAULT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """From what the round was trained whose weights the model has: S_r, and where the shared parameters started."""
-
-    state: Mapping[str, FloatArray]
-    start: Mapping[str, FloatArray]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Early:
-    """Local steps of a round that were taken before it was asked for, as `expected` (SPEC 6.9).
-
-    `start` is where the trained parameters started.
-    """
-
-    expected: pb.TrainRound
-    start: Mapping[str, FloatArray]
-    result: RoundResult
-    seconds: float
-
-    def fits(self, task: pb.TrainRound) -> bool:
-        """Whether the round that is asked for is the expected one, and what was published before it stays in force."""
-        return is_expected(self.expected, task)
-
-
-def expected_after(task: pb.TrainRound) -> pb.TrainRound:
-    """The next round, as `task.ahead` says; what is not known yet is left open."""
-    ahead = task.ahead
-    return pb.TrainRound(
-        round=task.round + 1,
-        epoch=task.epoch,
-        step=ahead.step,
-        steps=ahead.steps,
-        batch_sequences=ahead.batch_sequences,
-        first_sequence=ahead.first_sequence,
-        groups=task.groups,
-    )
-
-
-def is_expected(expected: pb.TrainRound, task: pb.TrainRound) -> bool:
-    """Whether a round may be begun, or ended, with steps that were taken ahead of it.
-
-    Not if the last contribution was refused or its branch given up: the owner then goes on from the ledger's weights.
-    """
-    asked = pb.TrainRound()
-    asked.CopyFrom(_question(task))
-    for name in ("state_path", "out_dir", "ahead"):
-        asked.ClearField(name)
-    in_force = task.has_outcome and task.outcome_round + 1 == task.round and task.outcome in (pb.COUNTED, pb.MISSED)
-    return asked == expected and in_force and not task.fresh
 
 
 class DataError(UserError):
@@ -201,22 +150,25 @@ class Trainer:
             if (known := self._finished_before(task)) is not None:
                 self._link.send(round_done=known)
                 continue
-            done, trained = self._train(task)
-            self._link.send(round_done=done)
+            trained = self._train(task)
             if task.HasField("ahead") and self._followers is None:
-                self._early = self._train_ahead(task, trained)
+                self._early = self._publish_and_go_on(trained)
+            else:
+                moments, learner = self._state.moments, self._learner
+                self._state = self._publish(trained, self._contribution(trained, learner), moments, learner.whole)
+                learner.finish()
 
     def _finished_before(self, task: pb.TrainRound) -> pb.RoundDone | None:
         """The answer to this very task, if an earlier trainer gave it and the files are still what it said."""
         pending = self._state.pending
         if pending is None:
             return None
-        if _question(task) != _question(pending.task) or not all(map(_is_intact, pending.done.sections)):
+        if question(task) != question(pending.task) or not all(map(_is_intact, pending.done.sections)):
             return None
         return pending.done
 
-    def _train(self, task: pb.TrainRound) -> tuple[pb.RoundDone, Trained]:
-        """One round, from the outcome of the last contribution to the next one on disk."""
+    def _train(self, task: pb.TrainRound) -> Trained:
+        """One round's steps, from the outcome of the last contribution on; or what was taken of them ahead."""
         early, self._early = self._early, None
         self._settle(task)
         kept = kept_sections(task)
@@ -226,17 +178,23 @@ class Trainer:
 
         state = map_state(Path(task.state_path), list(self._shapes.items()))
         if early is not None and early.fits(task):
-            result, seconds, start = early.result, early.seconds, early.start
-        else:
-            start = None
-            started = time.perf_counter()
-            result, self._state.moments = self._local_steps(
-                task, self._exact_weights(state), lambda: self._link.inbox.should_cut(task)
-            )
-            seconds = time.perf_counter() - started
-        trained = time.perf_counter()
+            return Trained(task=task, state=state, start=early.start, result=early.result, seconds=early.seconds)
+        started = time.perf_counter()
+        result, self._state.moments = self._local_steps(
+            task, self._exact_weights(state), lambda: self._link.inbox.should_cut(task)
+        )
+        return Trained(task=task, state=state, start=None, result=result, seconds=time.perf_counter() - started)
 
-        contribution = Contribution(task, state, self._state.residuals, self._learner, self._manifest, start)
+    def _contribution(self, trained: Trained, weights: Weights) -> Contribution:
+        return Contribution(
+            trained.task, trained.state, self._state.residuals, weights, self._manifest, trained.start
+        )  # fmt: skip
+
+    def _publish(
+        self, trained: Trained, contribution: Contribution, moments: dict[str, Moments], whole: Whole | None = None
+    ) -> TrainerState:
+        """Code a round's contribution, write all down, tell the peer; returns the state as it then is on disk."""
+        task, result, started = trained.task, trained.result, time.perf_counter()
         files = [contribution.encode(section) for section in sections_of(task)]
         done = pb.RoundDone(
             round=task.round,
@@ -245,42 +203,43 @@ class Trainer:
             tokens=result.tokens,
             steps=result.steps,
             loss=result.loss,
-            train_seconds=seconds,
-            encode_seconds=time.perf_counter() - trained,
+            train_seconds=trained.seconds,
+            encode_seconds=time.perf_counter() - started,
         )
-        self._state = save_state(
-            TrainerState(
-                moments=self._state.moments,
-                residuals=contribution.missed,
-                pending=Pending(task=task, done=done, counted=contribution.counted),
-            ),
-            self._run.optim_dir,
-            self._shapes,
-            self._learner.whole,
-        )
-        self._learner.finish()
-        return done, Trained(state=state, start=state if start is None else start)
+        pending = Pending(task=task, done=done, counted=contribution.counted)
+        state = TrainerState(moments=moments, residuals=contribution.missed, pending=pending)
+        state = save_state(state, self._run.optim_dir, self._shapes, whole)
+        self._link.send(round_done=done)
+        return state
 
-    def _train_ahead(self, task: pb.TrainRound, last: Trained) -> Early:
-        """Take the next round's steps while the contribution to `task` travels and is agreed on (SPEC 6.9).
+    def _publish_and_go_on(self, trained: Trained) -> Early:
+        """Publish a round beside the steps of the next one (SPEC 6.9), from copies, for the steps change everything."""
+        names = [name for name, section in self._sections.items() if section in set(sections_of(trained.task))]
+        weights = Copied({name: self._learner.trained(name).copy() for name in names})
+        contribution, moments = self._contribution(trained, weights), copied(self._state.moments)
+        publishing = Beside(lambda: self._publish(trained, contribution, moments))
+        try:
+            early = self._train_ahead(trained, contribution, publishing)
+        finally:
+            published = publishing.wait()
+        self._state = replace(published, moments=self._state.moments)
+        return early
 
-        Ends early when another round than the expected one is asked for.
-        """
-        state = last.state
-        own = {group_section(group) for group in task.groups}
-        weights = self._exact_weights(state)
-        start: dict[str, FloatArray] = {}
-        for name, section in self._sections.items():
-            if section == SHARED:
-                start[name] = ahead_start(state[name], self._learner.trained(name), last.start[name])
-            elif section in own:
-                start[name] = weights[name]
-        expected = expected_after(task)
+    def _train_ahead(self, last: Trained, contribution: Contribution, publishing: Beside[TrainerState]) -> Early:
+        """Take the next round's steps; fewer if another round than the expected one is asked for."""
+        state, began = last.state, last.state if last.start is None else last.start
+        start = {
+            name: ahead_start(state[name], contribution.trained(name), began[name])
+            if self._sections[name] == SHARED
+            else owned_start(state[name], contribution.missed[name])
+            for name in contribution.missed
+        }
+        expected = expected_after(last.task)
 
         def should_cut() -> bool:
             asked = self._link.inbox.peek()
             if asked is None:
-                return False
+                return publishing.has_failed
             return self._link.inbox.should_cut(asked) or not is_expected(expected, asked)
 
         first = Computed(state, lambda name: start[name] if name in start else state[name])
@@ -355,15 +314,6 @@ def _reading_data() -> Iterator[None]:
         raise
     except SpesError as error:
         raise DataError(str(error)) from error
-
-
-def _question(task: pb.TrainRound) -> pb.TrainRound:
-    """What a task asks for, without what it tells about the last contribution."""
-    question = pb.TrainRound()
-    question.CopyFrom(task)
-    for name in ("has_outcome", "outcome_round", "outcome", "counted", "fresh"):
-        question.ClearField(name)
-    return question
 
 
 def _is_intact(section: pb.SectionFile) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spes_p2p.store.rundir import RunDir
-from spes_p2p.train.trainer import expected_after, is_expected
+from spes_p2p.train.ahead import Beside, expected_after, is_expected
 from spes_protocols import control_pb2 as pb
 from tests.unit.model_support import GROUPS
 from tests.unit.test_train_process import (
@@ -160,3 +160,14 @@ def test_what_counts_as_expected(run: RunDir) -> None:
     assert not is_expected(expected, task_of(run, 1, 0, 1)) and GROUPS > 1
     assert not is_expected(expected, task_of(run, 2))
     assert {spec.section for spec in SPECS.values()} >= {"shared", "group/0"}
+
+
+def test_what_fails_beside_is_raised_where_it_is_waited_for() -> None:
+    def fail() -> int:
+        raise OSError("no space left")
+
+    assert Beside(lambda: 7).wait() == 7
+    failing = Beside(fail)
+    with pytest.raises(OSError, match="no space left"):
+        failing.wait()
+    assert failing.has_failed
