@@ -342,13 +342,12 @@ def host_bytes(model: Model, groups: int, owned: int, *, device: Device, devices
     While a tensor is coded, the trainer holds it with its state, delta and residual and what the delta decodes to. The
     worker holds a tensor and the pieces it comes from, in a round that merges also a layer's gates in int8. States and
     residuals are mapped files: the system takes their memory back. With `ahead` the trainer of a single device also
-    keeps the weights from which it has begun the next round, and copies of weights and moments while it writes them
-    (SPEC 6.9).
+    keeps the weights from which it has begun the next round, and a copy of the moments while it writes them (SPEC 6.9).
     """
     parts = cut(model, groups, owned)
     gates = model.num_experts * model.hidden_size * model.intermediate_size
     trainer = devices * PROCESS_BYTES[device] + 5 * FP32 * parts.largest
-    trainer += 4 * FP32 * parts.trained if ahead and devices == 1 else 0
+    trainer += 3 * FP32 * parts.trained if ahead and devices == 1 else 0
     return trainer + PEER_PROCESSES_BYTES + 2 * FP32 * parts.largest + gates
 
 

@@ -46,16 +46,9 @@ def shared_delta(trained: FloatArray, state: FloatArray, residual: FloatArray) -
     return change
 
 
-def ahead_delta(trained: FloatArray, start: FloatArray, residual: FloatArray) -> FloatArray:
-    """What a peer encodes of a round that it began ahead at X: (W' - X) + d; shared, + e (SPEC 6.9)."""
-    change = trained - start
-    change += residual
-    return change
-
-
-def ahead_start(state: FloatArray, trained: FloatArray, start: FloatArray) -> FloatArray:
-    """X, from which the next round's shared section is trained ahead: S_r and what moved in round r since its own X."""
-    return state + (trained - start)
+def taken_in(trained: FloatArray, start: FloatArray, before: FloatArray) -> FloatArray:
+    """Weights W that were trained from `before`, as if they had been from `start`: W + (start - X) (SPEC 6.9)."""
+    return trained + (start - before)
 
 
 def shared_residual(delta: FloatArray, decoded: FloatArray, residual: FloatArray, outcome: Outcome) -> FloatArray:

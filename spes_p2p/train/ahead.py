@@ -19,30 +19,22 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A round's steps, done, from the state S_r; `start` is where what is trained started if it was begun ahead."""
+    """A round's steps, done, with the state S_r that the contribution is to be added to."""
 
     task: pb.TrainRound
     state: Mapping[str, FloatArray]
-    start: Mapping[str, FloatArray] | None
     result: RoundResult
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Early:
-    """Local steps of a round that were taken before it was asked for, as `expected` (SPEC 6.9).
-
-    `start` is where the trained parameters started.
-    """
+    """All steps of a round that nobody has asked for yet, as `expected`, from the weights `start` (SPEC 6.9)."""
 
     expected: pb.TrainRound
-    start: Mapping[str, FloatArray]
+    start: Copied
     result: RoundResult
     seconds: float
-
-    def fits(self, task: pb.TrainRound) -> bool:
-        """Whether the round that is asked for is the expected one, and what was published before it stays in force."""
-        return is_expected(self.expected, task)
 
 
 def expected_after(task: pb.TrainRound) -> pb.TrainRound:
@@ -60,7 +52,7 @@ def expected_after(task: pb.TrainRound) -> pb.TrainRound:
 
 
 def is_expected(expected: pb.TrainRound, task: pb.TrainRound) -> bool:
-    """Whether a round may be begun, or ended, with steps that were taken ahead of it.
+    """Whether steps that were taken ahead are those of the round that is asked for.
 
     Not if the last contribution was refused or its branch given up: the owner then goes on from the ledger's weights.
     """
@@ -82,10 +74,13 @@ def question(task: pb.TrainRound) -> pb.TrainRound:
 
 
 class Copied:
-    """Trained weights as they were when they were copied."""
+    """Trained weights as they are now, in the host's memory."""
 
     def __init__(self, weights: Mapping[str, FloatArray]) -> None:
-        self._weights = weights
+        self._weights = {name: values.copy() for name, values in weights.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights
 
     def trained(self, name: str) -> FloatArray:
         """As `Learner.trained`."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from spes_p2p.core.tensors import section_specs
 from spes_p2p.delta.codecs import Decoder, write_section
-from spes_p2p.delta.feedback import Outcome, ahead_delta, owned_delta, owned_difference, shared_delta, shared_residual
+from spes_p2p.delta.feedback import Outcome, owned_delta, owned_difference, shared_delta, shared_residual
 from spes_p2p.delta.numeric import FloatArray
 from spes_p2p.train.learner import sections_of
 from spes_p2p.train.state import Computed
@@ -40,14 +40,9 @@ class Contribution:
         residuals: Mapping[str, FloatArray],
         weights: Weights,
         manifest: Manifest,
-        start: Mapping[str, FloatArray] | None = None,
     ) -> None:
-        """`state` is S_r, `residuals` those before the round.
-
-        `start` is where the trained parameters of a round that was begun ahead started (SPEC 6.9).
-        """
-        self._start = start
-        self._task, self._state, self._residuals, self.trained = task, state, residuals, weights.trained
+        """`state` is S_r, `residuals` those before the round."""
+        self._task, self._state, self._residuals, self._weights = task, state, residuals, weights
         self._codec_of = manifest.codecs.of
         self._specs = {
             section: section_specs(manifest.model, manifest.ownership.groups, section) for section in sections_of(task)
@@ -69,12 +64,8 @@ class Contribution:
         )
 
     def _delta(self, name: str, section: str) -> FloatArray:
-        trained = self.trained(name)
-        if self._start is not None:
-            return ahead_delta(trained, self._start[name], self._before(name))
-        if section == SHARED:
-            return shared_delta(trained, self._state[name], self._before(name))
-        return owned_delta(trained, self._state[name])
+        trained, state = self._weights.trained(name), self._state[name]
+        return shared_delta(trained, state, self._before(name)) if section == SHARED else owned_delta(trained, state)
 
     def _before(self, name: str) -> FloatArray:
         residual = self._residuals.get(name)

@@ -53,30 +53,20 @@ class Learner:
     def train(
         self,
         task: pb.TrainRound,
-        start: Mapping[str, FloatArray],
+        start: Mapping[str, FloatArray] | None,
         moments: Mapping[str, Moments],
         *,
         sequences: Callable[[range], np.ndarray],
         report: Callable[[StepReport], None],
         should_cut: Callable[[], bool],
     ) -> tuple[RoundResult, dict[str, Moments]]:
-        """The local steps of one round from the weights `start`, and the moments after them.
+        """The local steps of one round from the weights `start`, or from those that are there; the moments after them.
 
         What is owned starts from rank 0's weights, which alone knows the residuals; batches and the decision to cut
         short are rank 0's too (`loop.train_round`).
         """
-        if frozenset(task.groups) != self._model.owned:
-            if self.ranks.mesh is None:
-                self._model.own(task.groups)
-            else:
-                del self._model  # its memory is needed for the next one
-                self._model = self._make(task.groups)
-        owned = {group_section(group) for group in task.groups}
-
-        def first(name: str) -> FloatArray:
-            return self.ranks.from_leader(start[name]) if self._sections[name] in owned else start[name]
-
-        self._model.load(Computed(start, first))
+        if start is not None:
+            self._begin(task, start)
         adamw = make_adamw(self._model, self._manifest.optimizer, moments)
         result = train_round(
             model=self._model,
@@ -90,6 +80,24 @@ class Learner:
             ranks=self.ranks,
         )
         return result, moments_of(self._model, adamw)
+
+    def _begin(self, task: pb.TrainRound, start: Mapping[str, FloatArray]) -> None:
+        if frozenset(task.groups) != self._model.owned:
+            if self.ranks.mesh is None:
+                self._model.own(task.groups)
+            else:
+                del self._model  # its memory is needed for the next one
+                self._model = self._make(task.groups)
+        owned = {group_section(group) for group in task.groups}
+
+        def first(name: str) -> FloatArray:
+            return self.ranks.from_leader(start[name]) if self._sections[name] in owned else start[name]
+
+        self._model.load(Computed(start, first))
+
+    def load(self, weights: Mapping[str, FloatArray]) -> None:
+        """Replace all weights between two steps; each is looked up once, before it is replaced. For one process."""
+        self._model.load(weights)
 
     def trained(self, name: str) -> FloatArray:
         """A trained parameter's values after the round. For rank 0, while the others `assist`."""

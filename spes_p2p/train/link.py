@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,19 @@ class Inbox:
             assert task is not None
             yield task
 
-    def peek(self) -> pb.TrainRound | None:
-        """The round asked for that was not begun yet."""
+    @property
+    def is_asked(self) -> bool:
+        """Whether a round is asked for that was not begun yet."""
         with self._changed:
-            return self._next
+            return self._next is not None
+
+    def take(self, fits: Callable[[pb.TrainRound], bool]) -> pb.TrainRound | None:
+        """That round, if it fits; it counts as begun then."""
+        with self._changed:
+            if self._next is None or not fits(self._next):
+                return None
+            task, self._next = self._next, None
+            return task
 
     def should_cut(self, task: pb.TrainRound) -> bool:
         """Whether a round is to be published as it stands: the peer said so, or asks for another one already."""

@@ -23,7 +23,7 @@ from spes_p2p.core.plan import step_flops_per_token
 from spes_p2p.core.tensors import tensor_specs
 from spes_p2p.data.batches import TokenData
 from spes_p2p.data.sources import StoppedError
-from spes_p2p.delta.feedback import ahead_start, owned_start
+from spes_p2p.delta.feedback import owned_start, taken_in
 from spes_p2p.delta.numeric import FloatArray
 from spes_p2p.model.moments import Moments
 from spes_p2p.store.files import remove_unfinished
@@ -150,13 +150,12 @@ class Trainer:
             if (known := self._finished_before(task)) is not None:
                 self._link.send(round_done=known)
                 continue
-            trained = self._train(task)
-            if task.HasField("ahead") and self._followers is None:
-                self._early = self._publish_and_go_on(trained)
-            else:
-                moments, learner = self._state.moments, self._learner
-                self._state = self._publish(trained, self._contribution(trained, learner), moments, learner.whole)
-                learner.finish()
+            trained: Trained | None = self._train(task)
+            while trained is not None and trained.task.HasField("ahead") and self._followers is None:
+                trained = self._publish_and_go_on(trained)
+            if trained is not None:
+                self._state = self._publish(trained, self._learner, self._state.moments, self._learner.whole)
+                self._learner.finish()
 
     def _finished_before(self, task: pb.TrainRound) -> pb.RoundDone | None:
         """The answer to this very task, if an earlier trainer gave it and the files are still what it said."""
@@ -168,33 +167,30 @@ class Trainer:
         return pending.done
 
     def _train(self, task: pb.TrainRound) -> Trained:
-        """One round's steps, from the outcome of the last contribution on; or what was taken of them ahead."""
+        """One round's steps, from the outcome of the last contribution on; or those that were taken ahead."""
         early, self._early = self._early, None
+        if early is not None and is_expected(early.expected, task):
+            state = self._take_in(task, early.start)
+            return Trained(task=task, state=state, result=early.result, seconds=early.seconds)
         self._settle(task)
-        kept = kept_sections(task)
-        self._state.keep({name for name, section in self._sections.items() if section in kept})
         if self._followers is not None:
             self._followers.tell(task, forget=not self._state.moments)
-
-        state = map_state(Path(task.state_path), list(self._shapes.items()))
-        if early is not None and early.fits(task):
-            return Trained(task=task, state=state, start=early.start, result=early.result, seconds=early.seconds)
+        state = self._map(task)
         started = time.perf_counter()
         result, self._state.moments = self._local_steps(
             task, self._exact_weights(state), lambda: self._link.inbox.should_cut(task)
         )
-        return Trained(task=task, state=state, start=None, result=result, seconds=time.perf_counter() - started)
+        return Trained(task=task, state=state, result=result, seconds=time.perf_counter() - started)
 
-    def _contribution(self, trained: Trained, weights: Weights) -> Contribution:
-        return Contribution(
-            trained.task, trained.state, self._state.residuals, weights, self._manifest, trained.start
-        )  # fmt: skip
+    def _map(self, task: pb.TrainRound) -> Mapping[str, FloatArray]:
+        return map_state(Path(task.state_path), list(self._shapes.items()))
 
     def _publish(
-        self, trained: Trained, contribution: Contribution, moments: dict[str, Moments], whole: Whole | None = None
+        self, trained: Trained, weights: Weights, moments: dict[str, Moments], whole: Whole | None = None
     ) -> TrainerState:
         """Code a round's contribution, write all down, tell the peer; returns the state as it then is on disk."""
         task, result, started = trained.task, trained.result, time.perf_counter()
+        contribution = Contribution(task, trained.state, self._state.residuals, weights, self._manifest)
         files = [contribution.encode(section) for section in sections_of(task)]
         done = pb.RoundDone(
             round=task.round,
@@ -212,43 +208,68 @@ class Trainer:
         self._link.send(round_done=done)
         return state
 
-    def _publish_and_go_on(self, trained: Trained) -> Early:
-        """Publish a round beside the steps of the next one (SPEC 6.9), from copies, for the steps change everything."""
-        names = [name for name, section in self._sections.items() if section in set(sections_of(trained.task))]
-        weights = Copied({name: self._learner.trained(name).copy() for name in names})
-        contribution, moments = self._contribution(trained, weights), copied(self._state.moments)
-        publishing = Beside(lambda: self._publish(trained, contribution, moments))
-        try:
-            early = self._train_ahead(trained, contribution, publishing)
-        finally:
-            published = publishing.wait()
-        self._state = replace(published, moments=self._state.moments)
-        return early
+    def _publish_and_go_on(self, last: Trained) -> Trained | None:
+        """Publish a round beside the steps of the next one (SPEC 6.9), from copies, for the steps change everything.
 
-    def _train_ahead(self, last: Trained, contribution: Contribution, publishing: Beside[TrainerState]) -> Early:
-        """Take the next round's steps; fewer if another round than the expected one is asked for."""
-        state, began = last.state, last.state if last.start is None else last.start
-        start = {
-            name: ahead_start(state[name], contribution.trained(name), began[name])
-            if self._sections[name] == SHARED
-            else owned_start(state[name], contribution.missed[name])
-            for name in contribution.missed
-        }
+        Returns the next round if it was asked for meanwhile; else its steps wait for that (`_early`). They end early
+        when another round is asked for.
+        """
+        own = set(sections_of(last.task))
+        names = [name for name, section in self._sections.items() if section in own]
+        start, moments = Copied({name: self._learner.trained(name) for name in names}), copied(self._state.moments)
+        publishing = Beside(lambda: self._publish(last, start, moments))
         expected = expected_after(last.task)
+        task: pb.TrainRound | None = None
+        state = last.state
+
+        def fits(asked: pb.TrainRound) -> bool:
+            return is_expected(expected, asked) and Path(asked.state_path).exists()
 
         def should_cut() -> bool:
-            asked = self._link.inbox.peek()
-            if asked is None:
-                return publishing.has_failed
-            return self._link.inbox.should_cut(asked) or not is_expected(expected, asked)
+            nonlocal task, state
+            if task is None and (task := self._link.inbox.take(fits)) is not None:
+                self._go_on_from(publishing)
+                state = self._take_in(task, start)
+            if task is None:
+                return self._link.inbox.is_asked or publishing.has_failed
+            return self._link.inbox.should_cut(task)
 
-        first = Computed(state, lambda name: start[name] if name in start else state[name])
         started = time.perf_counter()
-        result, self._state.moments = self._local_steps(expected, first, should_cut)
-        return Early(expected=expected, start=start, result=result, seconds=time.perf_counter() - started)
+        try:
+            result, self._state.moments = self._local_steps(expected, None, should_cut)
+        finally:
+            if task is None:
+                self._go_on_from(publishing)
+        seconds = time.perf_counter() - started
+        if task is None:
+            self._early = Early(expected=expected, start=start, result=result, seconds=seconds)
+            return None
+        return Trained(task=task, state=state, result=result, seconds=seconds)
+
+    def _go_on_from(self, publishing: Beside[TrainerState]) -> None:
+        self._state = replace(publishing.wait(), moments=self._state.moments)
+
+    def _take_in(self, task: pb.TrainRound, start: Copied) -> Mapping[str, FloatArray]:
+        """Make the weights what they would be if the same steps had begun from S_r; returns S_r (SPEC 6.9)."""
+        self._settle(task)
+        state = self._map(task)
+        exact = self._exact_weights(state)
+
+        def value(name: str) -> FloatArray:
+            if name not in start:
+                return state[name]
+            return taken_in(self._learner.trained(name), exact[name], start.trained(name))
+
+        self._learner.load(Computed(state, value))
+        return state
 
     def _settle(self, task: pb.TrainRound) -> None:
-        """Apply the outcome of the last contribution; one the peer says nothing of was missed."""
+        """Apply the outcome of the last contribution; one the peer says nothing of was missed. Forget what is lost."""
+        self._settle_pending(task)
+        kept = kept_sections(task)
+        self._state.keep({name for name, section in self._sections.items() if section in kept})
+
+    def _settle_pending(self, task: pb.TrainRound) -> None:
         pending = self._state.pending
         if pending is None:
             return
@@ -270,7 +291,7 @@ class Trainer:
         )
 
     def _local_steps(
-        self, task: pb.TrainRound, start: Mapping[str, FloatArray], should_cut: Callable[[], bool]
+        self, task: pb.TrainRound, start: Mapping[str, FloatArray] | None, should_cut: Callable[[], bool]
     ) -> tuple[RoundResult, dict[str, Moments]]:
         plan = plan_of(task)
 
