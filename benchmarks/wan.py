@@ -30,6 +30,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
 from common import machine, new_parser, new_table, show
 from emulated.line import Machine, connect
 
@@ -39,7 +40,12 @@ from spes_client.measured import REFERENCE_APPLY_BYTES_PER_SECOND
 from spes_client.ui import bytes_text, run_program
 from spes_p2p.core.tensors import section_specs
 from spes_p2p.delta.codecs import section_bytes, write_section
+from spes_p2p.delta.feedback import taken_in
+from spes_p2p.model.moe import MoE
+from spes_p2p.model.moments import Moments
 from spes_p2p.store.events import Life, Line, read_events
+from spes_p2p.train.ahead import Copied, copied
+from spes_p2p.train.state import Computed
 from spes_protocols.errors import UserError
 from spes_protocols.manifest import Model
 from spes_protocols.messages import SHARED, group_section
@@ -69,7 +75,7 @@ PHASES = {
     "next": "until the next round's training begins",
 }
 BESIDE = ("transfer", "check", "agree", "apply")
-"""What goes on while the next round is trained, where the manifest's `lag` is 1."""
+"""What goes on while the next round is trained, where the manifest's `lag` is 1; coding does too, before these."""
 
 OTHER_LAG = "measured with --lag {}"
 
@@ -194,16 +200,18 @@ def at_full_size(
     }
 
 
-def overlapped(cycles: Sequence[Cycle], full: Mapping[str, float]) -> dict[str, float]:
-    """A cycle as measured, and at full size: training and coding, or all that goes on beside it where that is longer.
+def overlapped(cycles: Sequence[Cycle], full: Mapping[str, float], *, taking_in: float) -> dict[str, float]:
+    """A cycle as measured, and at full size: training, or all that goes on beside it where that is longer.
 
-    `full`: the phases at full size. Raises `UserError` if there is no cycle.
+    `full`: the phases at full size; `taking_in`: seconds for which training rests, at full size. Raises `UserError` if
+    there is no cycle.
     """
     if not cycles:
         raise UserError("no peer trained two rounds in turn: see the peers' event logs")
     wall, train = fmean(each.wall for each in cycles), fmean(each.train for each in cycles)
-    whole = full["encode"] + max(train, sum(full[name] for name in BESIDE))
+    whole = taking_in + max(train, full["encode"] + sum(full[name] for name in BESIDE))
     return {
+        "taking_in_seconds": taking_in,
         "wall_seconds": wall, "train_seconds": train, "utilisation_as_measured": train / wall,
         "full_size_wall_seconds": whole, "utilisation": train / whole,
     }  # fmt: skip
@@ -221,6 +229,37 @@ def encode_seconds(model: Model) -> float:
             write_section(specs, deltas, codec, Path(folder) / "blob")
             tries.append(time.process_time() - begun)
     return sum(min(tries[first : first + TRIES]) for first in range(0, len(tries), TRIES))
+
+
+def taking_in_seconds(model: Model) -> float:
+    """CPU time for which a trainer of this model rests in a round with overlap, the least of three tries.
+
+    It copies what it trains and the moments, and takes the agreed state in (`spes_p2p/train/trainer.py`).
+    """
+    moe = MoE(model, PEERS, (0,))
+    random = np.random.default_rng(0)
+    state = {name: random.normal(0, 0.02, tuple(p.shape)).astype(np.float32) for name, p in moe.named_parameters()}
+    moe.load(state)
+    moments = {
+        name: Moments(steps=1, mean=torch.zeros_like(p), square=torch.zeros_like(p))
+        for name, p in moe.trainable().items()
+    }
+    tries = []
+    for _ in range(TRIES):
+        begun = time.process_time()
+        start = Copied({name: p.detach().numpy() for name, p in moe.trainable().items()})
+        copied(moments)
+        trained = {name: p.detach().numpy() for name, p in moe.trainable().items()}
+        moe.load(
+            Computed(
+                state,
+                lambda name, trained=trained, start=start: (
+                    taken_in(trained[name], state[name], start.trained(name)) if name in trained else state[name]
+                ),
+            )
+        )
+        tries.append(time.process_time() - begun)
+    return min(tries)
 
 
 def small_model(contribution: float) -> Model:
@@ -335,12 +374,19 @@ def _peer(swarm: Any, name: str, door: str, place: Machine, train_seconds: float
 
 
 def figures_of(
-    measured: Measured, planned: dict[str, Any], *, scale: float, train_seconds: float, encode: float, lag: int
+    measured: Measured,
+    planned: dict[str, Any],
+    *,
+    scale: float,
+    train_seconds: float,
+    encode: float,
+    taking_in: float,
+    lag: int,
 ) -> dict[str, Any]:
     """Everything that `--json` prints."""
     whole = mean(measured.rounds)
     full = at_full_size(whole, planned, encode_seconds=encode, scale=scale)
-    overlap = overlapped(measured.cycles, full) if lag else None
+    overlap = overlapped(measured.cycles, full, taking_in=taking_in * scale) if lag else None
     # With overlap the log's marks of a round's beginning are no longer those of its training.
     shown = BESIDE if lag else tuple(PHASES)
     wall, full_wall = (
@@ -391,6 +437,7 @@ def _tables(figures: dict[str, Any]) -> list[Any]:
     else:
         trained, cycle, whole = overlap["train_seconds"], overlap["wall_seconds"], overlap["full_size_wall_seconds"]
         times.add_row("train, beside these", f"{trained:.2f} s", f"{trained / cycle:.1%}", f"{trained:.2f} s", "")
+        times.add_row("taking the agreed state in", "", "", f"{overlap['taking_in_seconds']:.2f} s", "")
         times.add_row("from one round trained to the next", f"{cycle:.2f} s", "100.0%", f"{whole:.2f} s", "")
     times.add_row("views of the agreement", f"{figures['views']:.2f}", "", "", "")
     times.add_row("upload, beside transfer", f"{figures['upload_seconds']:.2f} s", "", "", "")
@@ -431,11 +478,11 @@ def _main() -> int:
     contribution = planned["traffic_bytes_per_round"]["contribution"]
     model = small_model(contribution / arguments.scale)
     scale = contribution / contribution_bytes(model)  # the model's widths are whole numbers
-    encode = encode_seconds(model)
+    encode, taking_in = encode_seconds(model), taking_in_seconds(model)
     cage.enter()
     asked = {"scale": scale, "train_seconds": arguments.train_seconds, "lag": arguments.lag}
     measured = measure(model, rounds=arguments.rounds, **asked)
-    figures = figures_of(measured, planned, encode=encode, **asked)
+    figures = figures_of(measured, planned, encode=encode, taking_in=taking_in, **asked)
     show(_tables(figures), figures, as_json=arguments.json)
     return 0
 

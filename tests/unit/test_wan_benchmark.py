@@ -139,7 +139,7 @@ def test_arithmetic_is_computed_at_full_size_and_the_line_is_not() -> None:
     assert full == measured.phases | {"encode": 10.0 + 12.0, "check": 40.0, "apply": 34.0}
 
 
-def test_with_overlap_a_cycle_is_training_and_coding_or_what_goes_on_beside_it() -> None:
+def test_with_overlap_a_cycle_is_training_or_what_goes_on_beside_it() -> None:
     ann = life(
         "ann",
         (100.0, "trained", {"round": 0, "seconds": 90.0}),
@@ -149,11 +149,11 @@ def test_with_overlap_a_cycle_is_training_and_coding_or_what_goes_on_beside_it()
     cycles = wan.cycles_of(ann)
     assert cycles == [wan.Cycle(wall=250.0, train=240.0)], "round 2 was missed"
     full = {"encode": 10.0, "transfer": 80.0, "check": 5.0, "agree": 5.0, "apply": 30.0}
-    found = wan.overlapped(cycles, full)
+    found = wan.overlapped(cycles, full, taking_in=10.0)
     assert (found["utilisation_as_measured"], found["full_size_wall_seconds"]) == (0.96, 250.0)
-    assert wan.overlapped(cycles, full | {"transfer": 300.0})["full_size_wall_seconds"] == 350.0
+    assert wan.overlapped(cycles, full | {"transfer": 300.0}, taking_in=1.0)["full_size_wall_seconds"] == 351.0
     with pytest.raises(UserError, match="two rounds in turn"):
-        wan.overlapped([], full)
+        wan.overlapped([], full, taking_in=0.0)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -168,7 +168,7 @@ def test_one_of_the_two_utilisations_is_measured_and_the_other_says_how(lag: int
     )
     planned = {"parameters_trained": 500_000_000, "apply_seconds": 34.0}
     planned["traffic_bytes_per_round"] = dict.fromkeys(("contribution", "sent", "received"), 7)
-    figures = wan.figures_of(measured, planned, scale=20.0, train_seconds=240.0, encode=0.1, lag=lag)
+    figures = wan.figures_of(measured, planned, scale=20.0, train_seconds=240.0, encode=0.1, taking_in=0.1, lag=lag)
     here, other = ("utilisation_overlap", "utilisation") if lag else ("utilisation", "utilisation_overlap")
     assert 0 < figures[here] < 1 and figures[here + "_reason"] == ""
     assert figures[other] is None and f"--lag {1 - lag}" in figures[other + "_reason"]
