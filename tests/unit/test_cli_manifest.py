@@ -112,7 +112,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("codecs.group", "zip", "codecs.group = 'zip': expected one of fp32, bf16, int8, int4"),
     ("ownership.groups", 3, "ownership.min_peers = 4: expected at most groups = 3"),
     ("rounds.phases", [], "rounds.phases = []: expected a length from 1 to 16"),
-    ("rounds.lag", 1, "rounds.lag = 1: expected a number from 0 to 0"),
+    ("rounds.lag", 2, "rounds.lag = 2: expected a number from 0 to 1"),
     ("name", "a/b", "name = 'a/b': expected a name of letters"),
     ("nonsense", 1, "nonsense = 1: expected no such key here; known keys: admission"),
     ("data.tokenizer.eos_id", 64, "data.tokenizer.eos_id = 64: expected less than model.vocab_size = 64"),

@@ -17,11 +17,11 @@ def join(monkeypatch: pytest.MonkeyPatch, failures: int) -> tuple[SimpleNamespac
     """A peer that joins through one other, and whom it tried to join through each time."""
     tried: list[list[str]] = []
 
-    async def create(transport: object, identity: object, peers: list[str]) -> str:
+    async def create(transport: object, identity: object, peers: list[str]) -> SimpleNamespace:
         tried.append(list(peers))
         if len(tried) <= failures:
             raise NetworkError("the network daemon does not answer the directory")
-        return "directory"
+        return SimpleNamespace(clock_offset_seconds=0.0)
 
     monkeypatch.setattr(module.Directory, "create", create)
     peer = SimpleNamespace(
@@ -34,7 +34,7 @@ def join(monkeypatch: pytest.MonkeyPatch, failures: int) -> tuple[SimpleNamespac
 
 def test_a_daemon_that_ends_meanwhile_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     peer, tried = join(monkeypatch, failures=3)
-    assert peer._directory == "directory" and peer.contacts.directory is not None
+    assert peer._directory.clock_offset_seconds == 0.0 and peer.contacts.directory is not None
     assert tried == [["other"], [], ["other"], []]  # through another, or found by others
 
 
