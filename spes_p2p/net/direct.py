@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from spes_p2p.net.relays import has_place
 from spes_protocols.errors import NetworkError, RemoteError
 
 TRIES = 2
@@ -45,7 +46,7 @@ class Addressed(Protocol):
 async def until_reserved(transport: Addressed, seconds: float = RESERVE_SECONDS) -> bool:
     """Whether a relay gives this peer an address within `seconds`; a relay that answers does so in one or two."""
     for _ in range(max(1, round(seconds / _LOOK_SECONDS))):
-        if any("/p2p-circuit" in address for address in await transport.addresses()):
+        if has_place(await transport.addresses()):
             return True
         await asyncio.sleep(_LOOK_SECONDS)
     return False

@@ -15,9 +15,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import os
 import random
-import signal
 import statistics
 import tempfile
 import time
@@ -351,18 +349,9 @@ def _sending(count: int) -> Callable[[str, bytes], AsyncIterator[bytes]]:
 
 
 async def restart_daemon(transport: LibP2P) -> None:
-    """End the network daemon, and wait until its watch has brought it back. Raises `NetworkError`."""
-    daemon = transport.daemon
-    before, pid = daemon.restarts, daemon.pid
-    if pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    """Start the network daemon anew, and wait until it is back. Raises `NetworkError`."""
     try:
         async with asyncio.timeout(_RESTART_SECONDS):
-            while True:
-                await daemon.ready()
-                if daemon.restarts != before:
-                    return
-                await asyncio.sleep(_RETRY_SECONDS)
+            await transport.daemon.restart()
     except TimeoutError:
         raise NetworkError(f"the network daemon did not come back within {_RESTART_SECONDS:.0f} s") from None
