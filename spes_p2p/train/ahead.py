@@ -56,8 +56,7 @@ def is_expected(expected: pb.TrainRound, task: pb.TrainRound) -> bool:
 
     Not if the last contribution was refused or its branch given up: the owner then goes on from the ledger's weights.
     """
-    asked = pb.TrainRound()
-    asked.CopyFrom(question(task))
+    asked = question(task)
     for name in ("state_path", "out_dir", "ahead"):
         asked.ClearField(name)
     in_force = task.has_outcome and task.outcome_round + 1 == task.round and task.outcome in (pb.COUNTED, pb.MISSED)
@@ -66,11 +65,11 @@ def is_expected(expected: pb.TrainRound, task: pb.TrainRound) -> bool:
 
 def question(task: pb.TrainRound) -> pb.TrainRound:
     """What a task asks for, without what it tells about the last contribution."""
-    question = pb.TrainRound()
-    question.CopyFrom(task)
+    asked = pb.TrainRound()
+    asked.CopyFrom(task)
     for name in ("has_outcome", "outcome_round", "outcome", "counted", "fresh"):
-        question.ClearField(name)
-    return question
+        asked.ClearField(name)
+    return asked
 
 
 class Copied:
