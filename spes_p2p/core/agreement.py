@@ -115,10 +115,10 @@ class Agreement:
             for held in (self.locked, self.valid):
                 held.take(view, value_id, is_firm=self._is_firm(value_id))
 
-    def start(self, now: float) -> list[Output]:
-        """Begin to take part: view 0, or the view in which a restart left off."""
+    def start(self, now: float, seconds: float = 0.0) -> list[Output]:
+        """Begin to take part: view 0, whose leader has at least so many seconds, or where a restart left off."""
         if self.view < 0:
-            return self._enter(0, now) + self._progress(now)
+            return self._enter(0, now, seconds) + self._progress(now)
         if self.step == Step.PROPOSE:
             return self._enter(self.view, now) + self._progress(now)
         # No timer here: only a quorum's votes may move this peer on, or it would run ahead of those who need its vote.
@@ -292,11 +292,11 @@ class Agreement:
         self.abstains = True
         return [Abstain(f"round {self.place[2]}, view {record.view}: a {record.KIND} that is not in our database")]
 
-    def _enter(self, number: int, now: float) -> list[Output]:
+    def _enter(self, number: int, now: float, seconds: float = 0.0) -> list[Output]:
         """Rule 11: begin a view; its leader proposes what it knows to be valid, else builds a set."""
         self.view, self.step = number, Step.PROPOSE
         view = self._views[number]
-        wait = self.timeouts.propose_seconds
+        wait = max(self.timeouts.propose_seconds, seconds)
         view.timers = {Step.PROPOSE: now + self._wait(wait, number)}
         view.timed.add(Step.PROPOSE)
         self._arm_resend(now)

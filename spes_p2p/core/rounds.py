@@ -433,7 +433,7 @@ class Participant:
             return []
         outputs: list[Output] = []
         if self.agreement.view < 0 and self._collected(now):
-            outputs += self._absorb(self.agreement.start(now), now)
+            outputs += self._absorb(self.agreement.start(now, self._leader_seconds(now)), now)
         if self._building is not None and self._collected(now):
             view, self._building = self._building, None
             value = self._build(now)
@@ -442,6 +442,14 @@ class Participant:
             else:
                 self._building = view
         return outputs
+
+    def _leader_seconds(self, now: float) -> float:
+        """How long at least a leader that is there may take: once more what the collecting took, at a slower line."""
+        leader = self._electorate.leader(0)
+        if self._grace_until is None or self.agreement.leniency or leader in self.unreachable:
+            return 0.0
+        began = self._grace_until - self.manifest.rounds.grace_seconds
+        return now - began if self.patience.is_there(leader, now) else 0.0
 
     def _collected(self, now: float) -> bool:
         """All members' headers are in or `grace` is over; and their blobs are checked or their time is over too.

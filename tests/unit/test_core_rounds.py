@@ -129,6 +129,29 @@ def test_nobody_waits_for_a_member_that_can_be_neither_reached_nor_heard() -> No
         assert (peer.agreement.view == -1) == waits
 
 
+def test_a_leader_that_is_there_may_take_as_long_as_the_collecting_took() -> None:
+    manifest = make_manifest(grace_seconds=10.0, blob_seconds=20.0, propose_seconds=3.0, vote_seconds=2.0)
+    head = four(manifest)
+    leader = head.electorate.leader(0)
+    me = next(peer for peer in PEERS if peer != leader)
+    sent = {member.peer: make_header(manifest, head, member.peer) for member in head.members}
+
+    def gives_up_at(*, heard_at: float, is_reached: bool = True) -> int:
+        peer = Participant(manifest, me, head)
+        for header in sent.values():
+            peer.on_message(header, 0.0)
+        peer.on_message(sent[leader], heard_at)  # repeated
+        peer.unreachable = frozenset() if is_reached else frozenset([leader])
+        for header in sent.values():
+            peer.on_checked(header.id, GOOD, 18.0)
+        assert peer.agreement.view == 0
+        return next(now for now in range(18, 100) if [s for s in of(Say, peer.on_tick(now)) if s.record.value == b""])
+
+    assert gives_up_at(heard_at=15.0) == 18 + 18
+    assert gives_up_at(heard_at=15.0, is_reached=False) == 18 + 3
+    assert gives_up_at(heard_at=7.0) == 18 + 3  # silent for more than five times `vote_seconds`
+
+
 def test_unchecked_blobs_hold_it_up_until_their_time_is_over() -> None:
     sent = headers()
     peer = collecting(LEADER, absent=(ME,))
