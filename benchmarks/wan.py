@@ -3,6 +3,10 @@
     python benchmarks/wan.py                                four rounds of 240 s of training: 25 minutes; needs root
     python benchmarks/wan.py --lag 1                        with training ahead: 21 minutes
     python benchmarks/wan.py --train-seconds 5 --rounds 1   a try
+    python benchmarks/wan.py --train-seconds 5 --slow 0.1   one peer sends at a tenth of the others' rate
+
+With `--slow` the figures of interest are how long that peer's contribution takes to all others, round by round, over
+the time that it needs on that peer's line once, its own part. `--faster` shortens both, for a try.
 
 What the lines carry is the `1b` preset's at four nodes, divided by `--scale`: the bytes of a contribution and the rates
 of the lines, so that a transfer takes as long as at full size. The round trip is not scaled. The trainers take real
@@ -305,20 +309,32 @@ class Measured:
     bytes_sent: float
     bytes_received: float
     load_average: float
+    own_part: float
+    last_rounds: list[Round]
+    last_bytes_sent: float
+    """Of the last peer, which may be the slow one: seconds to send its contribution once; its rounds; bytes in one."""
 
 
-def measure(model: Model, *, scale: float, train_seconds: float, rounds: int, lag: int) -> Measured:
-    """Run the swarm for so many rounds, with `lag` 1 until one more is trained: the first is not trained ahead."""
+def measure(
+    model: Model, *, scale: float, train_seconds: float, rounds: int, lag: int, faster: float, slow: float
+) -> Measured:
+    """Run the swarm for so many rounds, with `lag` 1 until one more is trained: the first is not trained ahead.
+
+    The lines' rates are divided by `scale` and multiplied by `faster`; the last peer sends at `slow` times the others'.
+    """
     from tests.e2e import swarm as e2e
 
-    machines = [Machine(number, bits_up=BITS_UP / scale) for number in range(PEERS + 1)]
-    lines = connect(machines, round_trip_seconds=ROUND_TRIP_SECONDS, bits_down=BITS_DOWN / scale)
-    round_seconds = train_seconds + PATIENCE_SECONDS
+    bits_up, bits_down = BITS_UP * faster / scale, BITS_DOWN * faster / scale
+    own_part = 8 * contribution_bytes(model) / (slow * bits_up)
+    machines = [Machine(number, bits_up=bits_up * (slow if number == PEERS else 1.0)) for number in range(PEERS + 1)]
+    lines = connect(machines, round_trip_seconds=ROUND_TRIP_SECONDS, bits_down=bits_down)
+    blob_seconds = max(300.0, (PEERS + 1) * own_part)  # until it is known as slow it sends to each
+    round_seconds = train_seconds + PATIENCE_SECONDS + blob_seconds
     try:
         with tempfile.TemporaryDirectory(prefix="spes-benchmark-") as folder:
             run = e2e.make_run(
                 Path(folder), groups=PEERS, min_peers=PEERS, steps=STEPS, model=model, lag=lag,
-                grace_seconds=30.0, blob_seconds=300.0, propose_seconds=10.0, vote_seconds=10.0,
+                grace_seconds=30.0, blob_seconds=blob_seconds, propose_seconds=10.0, vote_seconds=10.0,
             )  # fmt: skip
             with e2e.Swarm(run) as swarm:
                 door = e2e.door(swarm.bootstrap(side=machines[0]))
@@ -343,11 +359,14 @@ def measure(model: Model, *, scale: float, train_seconds: float, rounds: int, la
         lines.kill()
         lines.wait()
     sent, received = (
-        fmean(late[way] - early[way] for late, early in zip(after, before, strict=True)) / rounds for way in (0, 1)
+        [(late[way] - early[way]) / rounds for late, early in zip(after, before, strict=True)] for way in (0, 1)
     )
     found = [each for life in lives for each in rounds_of(life, lives)]
     cycles = [each for life in lives for each in cycles_of(life)]
-    return Measured(rounds=found, cycles=cycles, bytes_sent=sent, bytes_received=received, load_average=load)
+    return Measured(
+        rounds=found, cycles=cycles, bytes_sent=fmean(sent), bytes_received=fmean(received), load_average=load,
+        own_part=own_part, last_rounds=rounds_of(lives[-1], lives), last_bytes_sent=sent[-1],
+    )  # fmt: skip
 
 
 def _until_trained(peers: Sequence[Any], number: int, *, seconds: float) -> None:
@@ -382,6 +401,8 @@ def figures_of(
     encode: float,
     taking_in: float,
     lag: int,
+    faster: float,
+    slow: float,
 ) -> dict[str, Any]:
     """Everything that `--json` prints."""
     whole = mean(measured.rounds)
@@ -395,7 +416,21 @@ def figures_of(
     return {
         "machine": machine(),
         "load_average_15_minutes": measured.load_average,
-        "lines": {"bits_up": BITS_UP, "bits_down": BITS_DOWN, "round_trip_seconds": ROUND_TRIP_SECONDS, "scale": scale},
+        "lines": {
+            "bits_up": BITS_UP * faster,
+            "bits_down": BITS_DOWN * faster,
+            "round_trip_seconds": ROUND_TRIP_SECONDS,
+            "scale": scale,
+        },
+        "slow": {
+            "share": slow,
+            "own_part_seconds": measured.own_part,
+            "upload_seconds": [each.upload for each in measured.last_rounds],
+            "over_own_part": [each.upload / measured.own_part for each in measured.last_rounds],
+            "sent_over_contribution": measured.last_bytes_sent / whole.contribution_bytes,
+        }
+        if slow < 1
+        else None,
         "train_seconds": train_seconds,
         "lag": lag,
         "rounds_of_all_peers": len(measured.rounds),
@@ -441,6 +476,13 @@ def _tables(figures: dict[str, Any]) -> list[Any]:
         times.add_row("from one round trained to the next", f"{cycle:.2f} s", "100.0%", f"{whole:.2f} s", "")
     times.add_row("views of the agreement", f"{figures['views']:.2f}", "", "", "")
     times.add_row("upload, beside transfer", f"{figures['upload_seconds']:.2f} s", "", "", "")
+    if slow := figures["slow"]:
+        times.add_row(
+            f"one at {slow['share']:g} of the rate: its part, once", f"{slow['own_part_seconds']:.2f} s", "", "", ""
+        )
+        for number, (seconds, share) in enumerate(zip(slow["upload_seconds"], slow["over_own_part"], strict=True)):
+            times.add_row(f"until all others had it, round {number}", f"{seconds:.2f} s", f"{share:.2f}", "", "")
+        times.add_row("all that it sent, of its contribution", f"{slow['sent_over_contribution']:.2f}", "", "", "")
     traffic = new_table("A peer's bytes in one round, times the scale", "", "measured", "spes plan")
     planned = figures["planned_bytes_per_peer_round"]
     for words, name, key in (
@@ -464,7 +506,11 @@ def _main() -> int:
     parser.add_argument("--train-seconds", type=float, default=240.0, metavar="S", help="of a round (default 240)")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="how many (default 4)")
     parser.add_argument("--lag", type=int, choices=(0, 1), default=0, help="1: train while the last round is agreed on")
+    parser.add_argument("--slow", type=float, default=1.0, metavar="X", help="one peer sends at X times the rate")
+    parser.add_argument("--faster", type=float, default=1.0, metavar="N", help="lines at N times the rate, for a try")
     arguments = parser.parse_args()
+    if not 0.01 <= arguments.slow <= 1 or not 0.1 <= arguments.faster <= 100:
+        raise UserError("--slow is 0.01 to 1, --faster 0.1 to 100")
     if (
         not 10 <= arguments.scale <= 1000
         or not 1 <= arguments.rounds <= 100
@@ -480,7 +526,10 @@ def _main() -> int:
     scale = contribution / contribution_bytes(model)  # the model's widths are whole numbers
     encode, taking_in = encode_seconds(model), taking_in_seconds(model)
     cage.enter()
-    asked = {"scale": scale, "train_seconds": arguments.train_seconds, "lag": arguments.lag}
+    asked = {
+        "scale": scale, "train_seconds": arguments.train_seconds, "lag": arguments.lag,
+        "faster": arguments.faster, "slow": arguments.slow,
+    }  # fmt: skip
     measured = measure(model, rounds=arguments.rounds, **asked)
     figures = figures_of(measured, planned, encode=encode, taking_in=taking_in, **asked)
     show(_tables(figures), figures, as_json=arguments.json)
