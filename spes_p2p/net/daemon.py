@@ -262,7 +262,8 @@ class Daemon:
             f"-listen=/unix{self.control.path}",
             f"-id={options.identity_path}",
             # The peer routing under hivemind's DHT: how a daemon finds the addresses of a peer id.
-            "-dhtServer=1" if options.listen else "-dhtClient=1",
+            # As a client it is found through those it is connected to, and its address need not be dialled to ask it.
+            "-dhtServer=1" if options.listen and not self.relays else "-dhtClient=1",
             "-connManager=1",
             "-relay=1",
             "-autonat=1",

@@ -22,6 +22,7 @@ from hivemind.dht import protocol as hivemind_protocol
 from hivemind.dht import routing as hivemind_routing
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.proto import dht_pb2
 from hivemind.utils import timed_storage as hivemind_timed_storage
 from hivemind.utils.auth import AuthRole, AuthRPCWrapper
 from hivemind.utils.multiaddr import Multiaddr
@@ -50,6 +51,7 @@ _RETRY_SECONDS = 1.0
 _RPC_SECONDS = timeouts.DHT_REQUEST
 _PEERS_ASKED_MAX = 16
 _GREET_SECONDS = 60.0
+_DAEMON_GONE = (NetworkError, TimeoutError, OSError, asyncio.IncompleteReadError, P2PDaemonError)
 
 
 def run_key(run_id: bytes, name: str) -> str:
@@ -111,6 +113,7 @@ class Directory:
         self._identity = identity
         self._peers = tuple(peers)
         self._expiries: dict[str, float] = {}
+        self._attaching = asyncio.Lock()
         self._node: DHTNode | None = None
         self._p2p: P2P | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -122,12 +125,14 @@ class Directory:
     ) -> Directory:
         """Join the DHT through connected peers (multiaddrs or peer ids); without any, wait to be joined.
 
-        `client_mode`: look up and publish, but keep nothing for others; for peers that cannot be reached.
-        Raises `NetworkError` when none of the peers answers, `UserError` when this machine's clock is hours off.
+        `client_mode`: look up and publish, but keep nothing for others and be in nobody's routing table; for peers that
+        cannot be reached, until `serve`.
+        Raises `NetworkError` when none of the peers has a directory, `UserError` when this machine's clock is hours
+        off.
         """
         ids = [parse_address(peer)[1] if peer.startswith("/") else peer for peer in peers]
         self = cls(transport, identity, ids)
-        await self._set_clock()
+        is_there = await self._set_clock()
         self._p2p = await self._attach()
         try:
             self._node = await DHTNode.create(
@@ -147,7 +152,7 @@ class Directory:
             protocol.storage = protocol.cache = RecordStorage(self.now)
             protocol.call_find = _checked_find(protocol.call_find)
             self._watch = asyncio.create_task(self._keep_attached())
-            if ids and not await self._join():
+            if ids and not await self._join() and not is_there:  # one that tells the time may be a client itself
                 raise NetworkError(f"no answer from the directory at {', '.join(ids)}; check that it is running")
             self._greeting = asyncio.create_task(self._keep_greeting())
         except BaseException:
@@ -159,6 +164,29 @@ class Directory:
     def now(self) -> float:
         """Unix seconds as the peers we joined through count them."""
         return time.time() + self.clock_offset_seconds
+
+    async def serve(self, serves: bool) -> None:
+        """Become a server, which keeps records and is in others' routing tables, or a client (see `create`).
+
+        Nobody is told of the latter: who asks us once more, in vain, forgets us.
+        """
+        assert self._node is not None
+        protocol = self._node.protocol
+        async with self._attaching:
+            if serves is not protocol.client_mode:
+                return
+            protocol.client_mode = not serves
+            protocol.node_info = dht_pb2.NodeInfo(node_id=self._node.node_id.to_bytes() if serves else b"")
+            # Without an answer the daemon is gone, and the next one is told in `_keep_attached`.
+            with contextlib.suppress(*_DAEMON_GONE):
+                async with asyncio.timeout(_ATTACH_SECONDS):
+                    if serves:
+                        await self._answer()
+                    else:
+                        await protocol.remove_p2p_handlers(self._p2p)
+        if serves:
+            with contextlib.suppress(NetworkError):  # each look-up tells some of us too
+                await self._join()
 
     async def publish(self, key: str, record: bytes, lifetime_seconds: float) -> None:
         """File a record under our own public key for at most an hour, in place of our earlier one.
@@ -244,16 +272,22 @@ class Directory:
             await self._p2p.shutdown()
             while True:
                 try:
-                    self._p2p = await self._attach()
-                    self._node.p2p = self._node.protocol.p2p = self._p2p
-                    if not self._node.protocol.client_mode:
-                        handlers = AuthRPCWrapper(self._node.protocol, AuthRole.SERVICER, None)
-                        async with asyncio.timeout(_ATTACH_SECONDS):
-                            await self._node.protocol.add_p2p_handlers(self._p2p, handlers)
+                    async with self._attaching:
+                        self._p2p = await self._attach()
+                        self._node.p2p = self._node.protocol.p2p = self._p2p
+                        if not self._node.protocol.client_mode:
+                            async with asyncio.timeout(_ATTACH_SECONDS):
+                                await self._answer()
                     break
-                except (NetworkError, TimeoutError, OSError, asyncio.IncompleteReadError, P2PDaemonError) as error:
+                except _DAEMON_GONE as error:
                     log.debug("attaching the directory: %r", error)
                     await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _answer(self) -> None:
+        """Have the daemon pass on what others ask of a server."""
+        assert self._node is not None
+        protocol = self._node.protocol
+        await protocol.add_p2p_handlers(self._p2p, AuthRPCWrapper(protocol, AuthRole.SERVICER, None))
 
     # -- neighbours and time -----------------------------------------------------------------------------------
 
@@ -271,7 +305,7 @@ class Directory:
     async def _keep_greeting(self) -> None:
         while True:
             await asyncio.sleep(_GREET_SECONDS * random.SystemRandom().uniform(0.5, 1.5))
-            with contextlib.suppress(NetworkError, OSError, asyncio.IncompleteReadError, P2PDaemonError):
+            with contextlib.suppress(*_DAEMON_GONE):
                 await self.greet()
 
     async def _join(self, peers: Sequence[str] = ()) -> bool:
@@ -293,8 +327,11 @@ class Directory:
         if not self._node.protocol.routing_table.uid_to_peer_id:
             await self._join()
 
-    async def _set_clock(self) -> None:
-        """Count time as the peers do: hivemind refuses a clock that is 3 s off, and records would expire wrongly."""
+    async def _set_clock(self) -> bool:
+        """Count time as the peers do: hivemind refuses a clock that is 3 s off, and records would expire wrongly.
+
+        Returns whether any of them tells it.
+        """
         answers = await asyncio.gather(*(clock_offset(self._transport, peer) for peer in self._peers))
         offsets = [offset for offset in answers if offset is not None]
         offset = statistics.median(offsets) if offsets else 0.0
@@ -308,6 +345,7 @@ class Directory:
             # It reads its clock through this name in each module, for the whole process, which has one clock.
             for module in (hivemind_timed_storage, hivemind_routing, hivemind_protocol, hivemind_node):
                 module.get_dht_time = self.now
+        return bool(offsets)
 
     async def _tell_time(self, sender: str, request: bytes) -> bytes:
         return struct.pack(">d", self.now())

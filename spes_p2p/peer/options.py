@@ -38,6 +38,16 @@ class PeerOptions:
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
 
     @property
+    def is_reachable(self) -> bool:
+        """Whether others are known to get here."""
+        return self.role == "bootstrap" or self.relay or bool(self.announce)
+
+    @property
+    def finds_way(self) -> bool:
+        """Whether the peer is to find out by itself how others reach it."""
+        return not self.is_reachable and not self.relays
+
+    @property
     def computes(self) -> bool:
         """Whether this peer holds blobs and states."""
         return self.role != "bootstrap"

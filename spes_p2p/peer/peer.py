@@ -99,6 +99,7 @@ class Peer:
         self._noted_at = -1e9
         self._tasks: list[asyncio.Task[None]] = []
         self._directory: Directory | None = None
+        self._serves = options.is_reachable
 
         self.worker = Worker(run_dir, options.worker_threads, self.note)
         self.retention = Retention(self.chain, self.states, self.blobs, options, log=self.note)
@@ -193,17 +194,25 @@ class Peer:
         for attempt in range(DIRECTORY_TRIES):
             try:
                 through = [] if attempt % 2 else peers
-                self._directory = await Directory.create(self.transport, self.identity, through)
+                is_client = not self._serves
+                self._directory = await Directory.create(self.transport, self.identity, through, client_mode=is_client)
                 break
             except NetworkError as error:
                 if attempt + 1 == DIRECTORY_TRIES:
                     raise
                 self.note(f"joining the directory: {error}")
         assert self._directory is not None
+        await self._directory.serve(self._serves)  # that may have been found out meanwhile
         if offset := self._directory.clock_offset_seconds:
             way = "behind" if offset > 0 else "ahead of"
             self.note(f"this machine's clock is {abs(offset):.0f} s {way} the other peers'; corrected here, but set it")
         self.contacts.directory = RunDirectory(self._directory, self.run_dir.run_id)
+
+    async def serve_directory(self, serves: bool) -> None:
+        """Keep records of the DHT for others, or not: peers that cannot be reached would only hold up look-ups."""
+        self._serves = serves
+        if self._directory is not None:
+            await self._directory.serve(serves)
 
     async def _unless_left(self, work: Coroutine[Any, Any, None]) -> bool:
         """Do this, unless the peer is told to leave before it is done; returns whether it was done."""

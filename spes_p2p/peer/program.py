@@ -96,7 +96,7 @@ async def run_until_done(peer: Peer, reached: list[str], say: Say) -> None:
     loop = asyncio.get_running_loop()
     running = asyncio.create_task(peer.run(reached))
     keeping = asyncio.create_task(stay_connected(peer))
-    reaching = asyncio.create_task(Reach(peer.transport, peer.contacts, peer.options, say).run())
+    reaching = asyncio.create_task(Reach(peer.transport, peer.contacts, peer.options, say, peer.serve_directory).run())
     signals = 0
 
     def on_signal() -> None:

@@ -2,7 +2,8 @@
 
     every peer     answers `dial_back`: it opens a connection of its own to where the asker's comes from (SPEC 3.3)
     a volunteer    asks some peers at its start and every ten minutes, judges their answers (net/reachability.py), tells
-                   others of a port that its router passes on, or has itself reached through bootstraps
+                   others of a port that its router passes on, or has itself reached through bootstraps; it serves the
+                   directory where others get in
 
 Who gave --announce or --relay knows better, and nothing is asked.
 """
@@ -127,14 +128,22 @@ def is_own(ip: str) -> bool:
 class Reach:
     """How one peer is reached, and what is done about it."""
 
-    def __init__(self, transport: LibP2P, contacts: Contacts, options: PeerOptions, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        transport: LibP2P,
+        contacts: Contacts,
+        options: PeerOptions,
+        say: Callable[[str], None],
+        serve: Callable[[bool], Awaitable[None]],
+    ) -> None:
         self.verdict = Verdict(kind=Kind.UNKNOWN)
         """What is acted on."""
         self._doubt: Verdict | None = None
         self._transport = transport
         self._contacts = contacts
         self._say = say
-        self._decides = options.role != "bootstrap" and not (options.announce or options.relays or options.relay)
+        self._serve = serve
+        self._decides = options.finds_way
 
     async def run(self) -> None:
         """Answer others, ask and act, and make relayed connections direct ones, until cancelled."""
@@ -150,6 +159,9 @@ class Reach:
             await self._until(lambda links: "direct" in links.values())
             is_settled = await self.look()
             tries = 0 if is_settled else tries + 1
+            if self.verdict.kind is not Kind.UNKNOWN or tries > len(RETRY_SECONDS):
+                # Where nobody can tell for long it is tried: there has to be somebody who keeps the records.
+                await self._serve(not self.verdict.needs_relay)
             pause = JUDGE_SECONDS if is_settled or tries > len(RETRY_SECONDS) else RETRY_SECONDS[tries - 1]
             with contextlib.suppress(TimeoutError):  # sooner, where all links are lost: the network may be another now
                 async with asyncio.timeout(pause * (0.75 + _chance.random() / 2)):

@@ -110,6 +110,59 @@ async def _echo(sender: str, request: bytes) -> bytes:
     return request
 
 
+def protocol_of(node: Node) -> Any:
+    return node.dht._node.protocol  # type: ignore[union-attr]
+
+
+def known_to(*nodes: Node) -> set[str]:
+    """The peers in these nodes' routing tables."""
+    return {peer.to_base58() for node in nodes for peer in protocol_of(node).routing_table.uid_to_peer_id.values()}
+
+
+@net_test
+async def test_a_client_is_in_nobodys_routing_table_until_it_serves(net: Net) -> None:
+    first = await net.node(directory=True)
+    boot = await first.address()
+    second = await net.node([boot], directory=True)
+    client = await net.node([boot, await second.address()], directory=True, client_mode=True)
+    later = await net.node([await client.address()], directory=True, client_mode=True)  # of whom nobody serves
+    await later.transport.connect(boot)
+    nodes = (client, later, first, second)
+
+    async def everybody_reads(record: bytes) -> None:
+        for node in nodes:
+            await node.dht.publish(KEY, record, 600)
+        for node in nodes:
+            assert await node.dht.lookup_by_peer(KEY) == {each.peer_id: record for each in nodes}
+
+    await everybody_reads(b"as a client")
+    servers = {first.peer_id, second.peer_id}
+    assert known_to(*nodes) == servers
+
+    await client.dht.serve(True)
+    await until(lambda: client.peer_id in known_to(first) & known_to(second))
+    await everybody_reads(b"as a server")
+
+    async def answers() -> bool:
+        return await protocol_of(second).call_ping(PeerID.from_base58(client.peer_id)) is not None
+
+    async def is_forgotten() -> bool:
+        for node in (first, second):
+            await node.dht.lookup(run_key(RUN, "nothing"))
+        return known_to(first, second) <= servers
+
+    pid = client.transport.daemon.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: client.transport.daemon.restarts == 1)
+    await until(answers)
+    await client.dht.serve(False)
+    assert not await answers()
+    await until(is_forgotten)
+    await everybody_reads(b"as a client again")
+    assert known_to(first, second) <= servers
+
+
 async def attacker(node: Node) -> DHTNode:
     """A DHT node without our validator and storage, on a node's daemon."""
     p2p = await P2P.replicate(Multiaddr(f"/unix{node.transport.daemon.control.path}"))

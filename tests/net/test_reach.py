@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.net.reachability import Answer, Kind, Verdict
 from spes_p2p.net.relays import has_place
 from spes_p2p.peer import reach
@@ -46,9 +47,14 @@ def presence(role: str, *addresses: str) -> Presence:
     )  # fmt: skip
 
 
-def reach_of(node: Node, contacts: Known, lines: list[str], **options: Any) -> Reach:
+def reach_of(node: Node, contacts: Known, lines: list[str], served: list[bool] | None = None, **options: Any) -> Reach:
     made = PeerOptions(home=Path("home"), **options)
-    return Reach(node.transport, cast(Contacts, contacts), made, lines.append)
+
+    async def serve(serves: bool) -> None:
+        if served is not None:
+            served.append(serves)
+
+    return Reach(node.transport, cast(Contacts, contacts), made, lines.append, serve)
 
 
 def serve(node: Node) -> None:
@@ -88,8 +94,10 @@ async def unreachable_volunteer(net: Net) -> None:
     )
     relay.transport._handlers.clear()
     serve(relay)  # as if ASK_AGAIN_SECONDS had passed
-    working = asyncio.create_task(reach_of(hidden, known, lines).run())
+    served: list[bool] = []
+    working = asyncio.create_task(reach_of(hidden, known, lines, served).run())
     await until(lambda: _has_place(hidden))
+    assert not any(served)
     assert hidden.transport.daemon.relays == (where,)
     assert any("closed" in line for line in lines) and relay.peer_id in lines[-1]
 
@@ -145,6 +153,53 @@ async def test_a_forwarded_port_is_told_and_one_other_verdict_does_not_change_th
     assert await second.transport.addresses() == before
     assert second.transport.daemon.restarts == 0
     assert len(lines) == 2 and "port-forwarded, at /ip4/11.0.0.9/tcp/4001" in lines[0]
+
+
+class Line:
+    """A transport that listens, with one connection."""
+
+    class daemon:
+        ports = (4001,)
+
+    async def links(self) -> dict[str, str]:
+        return {"somebody": "direct"}
+
+
+def test_the_directory_is_served_where_others_get_in_or_nobody_can_tell_for_long() -> None:
+    closed, public, unknown = (Verdict(kind=kind) for kind in (Kind.CLOSED, Kind.PUBLIC, Kind.UNKNOWN))
+
+    async def served_after(*verdicts: Verdict) -> list[bool]:
+        served: list[bool] = []
+
+        async def serve(serves: bool) -> None:
+            served.append(serves)
+
+        options = PeerOptions(home=Path("home"))
+        watching = Reach(cast(LibP2P, Line()), cast(Contacts, Known()), options, print, serve)
+        left, seen_all = list(verdicts), asyncio.Event()
+
+        async def look() -> bool:
+            if not left:
+                seen_all.set()
+                await asyncio.Event().wait()
+            watching.verdict = left.pop(0)
+            return watching.verdict.kind is not Kind.UNKNOWN
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(watching, "look", look)
+            patch.setattr(reach, "JUDGE_SECONDS", 0.0)
+            patch.setattr(reach, "RETRY_SECONDS", (0.0,) * 3)
+            task = asyncio.create_task(watching._watch())
+            await seen_all.wait()
+            task.cancel()
+        return served
+
+    async def run() -> None:
+        assert await served_after(unknown, unknown, public, closed, closed) == [True, False, False]
+        assert await served_after(unknown, unknown, unknown) == []
+        assert await served_after(*4 * [unknown], closed) == [True, False]
+
+    asyncio.run(run())
 
 
 class Connections:
