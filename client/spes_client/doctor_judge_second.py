@@ -30,7 +30,7 @@ def reach_rows(found: Findings) -> Iterator[Row]:
     typed = ways_in + here(found, homes.JOIN, "--listen /ip4/0.0.0.0/tcp/4001")
     if verdict.kind is Kind.PUBLIC:
         yield good(what, told)
-    elif verdict.kind is Kind.FORWARDED:
+    elif verdict.kind in (Kind.FORWARDED, Kind.MAPPED):
         yield good(what, f"{told}, through the router at {verdict.address}")
     elif verdict.kind is Kind.PRESERVING:
         yield warn(

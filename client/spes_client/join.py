@@ -67,6 +67,9 @@ def _network_flags(parser: Parser) -> None:
         metavar="ADDR",
         help="relay to be reachable through, for machines behind NAT; may be repeated",
     )
+    parser.add_argument(
+        "--no-port-map", action="store_true", help="do not ask the router to pass a port on (UPnP, NAT-PMP)"
+    )
     rate_flags(parser)
     flag(
         parser,
@@ -183,6 +186,7 @@ def options_of(args: argparse.Namespace) -> PeerOptions:
         listen=tuple(args.listen or ("/ip4/0.0.0.0/tcp/0",)),
         announce=tuple(args.announce or ()),
         relays=tuple(args.relay or ()),
+        port_map=not args.no_port_map,
         max_up=args.max_up or UNLIMITED,
         max_down=args.max_down or UNLIMITED,
         role="archive" if args.archive else "volunteer",

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import importlib.util
+import ipaddress
 import logging
 import os
 import shutil
@@ -36,6 +37,9 @@ log = logging.getLogger(__name__)
 
 PULSE_SECONDS = 2.0
 """Pause between two heartbeats."""
+MAP_SECONDS = 10.0
+"""After so long a router that opens ports when asked (UPnP, NAT-PMP) has done so; five seconds were measured."""
+
 PULSE_DEADLINE_SECONDS = timeouts.PULSE
 """A heartbeat without an answer for this long is repeated once, then the daemon counts as dead."""
 
@@ -53,7 +57,8 @@ class DaemonOptions:
 
     `listen`: multiaddrs to listen on (none: outgoing connections only); `announce`: multiaddrs to tell others instead
     of those of the interfaces; `relay`: serve as a relay for peers behind NAT (bootstraps); `relays`: be reachable
-    through these (peers that know they are not reachable otherwise).
+    through these (peers that know they are not reachable otherwise); `port_map`: ask the router to pass a port on
+    (UPnP, NAT-PMP), where none of these is so.
     """
 
     identity_path: Path
@@ -61,6 +66,7 @@ class DaemonOptions:
     announce: tuple[str, ...] = ()
     relay: bool = False
     relays: tuple[str, ...] = ()
+    port_map: bool = False
     log_path: Path | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +90,7 @@ class Daemon:
         self.last_peers: list[tuple[str, list[str]]] = []
         """(peer id, multiaddrs) of the connections at the last heartbeat."""
         self._log_path = options.log_path or self.directory / "log"
+        self._launched_at = 0.0
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: asyncio.StreamWriter | None = None
         self._up = asyncio.Event()
@@ -104,6 +111,19 @@ class Daemon:
     def ports(self) -> tuple[int, ...]:
         """TCP ports that it listens on."""
         return tuple(dict.fromkeys(check_listen(address)[1] for address in self._options.listen))
+
+    @property
+    def maps_ports(self) -> bool:
+        """Whether it asks the router for a port. With relays it would not tell of it."""
+        options = self._options
+        is_fixed = options.relay or options.relays or options.announce
+        hosts = [check_listen(address)[0] for address in options.listen]
+        return options.port_map and not is_fixed and not all(ipaddress.ip_address(host).is_loopback for host in hosts)
+
+    @property
+    def map_seconds(self) -> float:
+        """So long it may still take until a port that the router passes on is among the own addresses."""
+        return max(self._launched_at + MAP_SECONDS - time.monotonic(), 0.0) if self.maps_ports else 0.0
 
     async def own_addresses(self) -> list[str]:
         """Multiaddrs without the peer id, as the daemon tells them to others. Raises `NetworkError`."""
@@ -213,6 +233,7 @@ class Daemon:
             # With several threads go-libp2p now and then applies its small default limits to relayed connections
             # before it reads ours.
             environment["GOMAXPROCS"] = "1"
+        self._launched_at = time.monotonic()
         # Not the terminal's Ctrl-C either: it ends us in an orderly way that still needs the daemon.
         with self._open_log() as output:
             self._process = await asyncio.create_subprocess_exec(
@@ -267,7 +288,7 @@ class Daemon:
             "-connManager=1",
             "-relay=1",
             "-autonat=1",
-            "-natPortMap=0",
+            f"-natPortMap={int(self.maps_ports)}",
             f"-relayService={int(options.relay)}",
             f"-hostAddrs={','.join(options.listen)}" if options.listen else "-noListenAddrs=1",
         ]

@@ -131,6 +131,7 @@ class LibP2P:
         announce: Sequence[str] = (),
         relay: bool = False,
         relays: Sequence[str] = (),
+        port_map: bool = False,
         log_path: Path | None = None,
         connect_seconds: float = timeouts.FIRST_CONNECTION,
         limits: Limits | None = None,
@@ -151,6 +152,7 @@ class LibP2P:
             announce=tuple(announce),
             relay=relay,
             relays=tuple(parse_address(address)[0] for address in relays),
+            port_map=port_map,
             log_path=log_path,
         )
         self = cls(options, peer_id, limits)

@@ -20,6 +20,8 @@ class Kind(enum.StrEnum):
     """At the machine's own address."""
     FORWARDED = "port-forwarded"
     """At a router's address, which passes the port on."""
+    MAPPED = "port-mapped"
+    """The same, and the router was asked to by this peer."""
     PRESERVING = "port-preserving"
     """Through a relay, and directly after hole punching: the router shows everybody the same port."""
     SYMMETRIC = "symmetric"
@@ -67,8 +69,12 @@ def end_of(multiaddr: str) -> tuple[str, int] | None:
     return (ip, port) if 0 < port < 65536 else None
 
 
-def judge(own: Collection[str], ports: Collection[int], answers: Sequence[Answer]) -> Verdict:
-    """What the answers say together. `own`: this machine's IP addresses; `ports`: those it listens on.
+def judge(
+    own: Collection[str], ports: Collection[int], answers: Sequence[Answer], *, mapped: Collection[int] = ()
+) -> Verdict:
+    """What the answers say together.
+
+    `own`: this machine's IP addresses; `ports`: those it listens on; `mapped`: those that its router was asked for.
 
     What peers of the same private network or machine see says nothing of the internet, so it counts only where there is
     nobody else, and then for PUBLIC alone: there is nothing to be done about it.
@@ -87,7 +93,8 @@ def judge(own: Collection[str], ports: Collection[int], answers: Sequence[Answer
         return Verdict(kind=Kind.PUBLIC if set(found) & set(ports) else Kind.CLOSED)
     if found:
         port = min(found, key=lambda port: (port not in ports, port))
-        return Verdict(kind=Kind.FORWARDED, address=f"/{'ip6' if ':' in ip else 'ip4'}/{ip}/tcp/{port}")
+        kind = Kind.MAPPED if port in mapped else Kind.FORWARDED
+        return Verdict(kind=kind, address=f"/{'ip6' if ':' in ip else 'ip4'}/{ip}/tcp/{port}")
     if len({answer.port for answer in seen}) > 1:
         return Verdict(kind=Kind.SYMMETRIC)
     if len(seen) > 1 or seen[0].port in ports:

@@ -16,7 +16,8 @@ class PeerOptions:
     """Options of one peer. `groups` None: as many as the run allows one peer; 0: stand by.
 
     `role` is what the peer tells others: "volunteer", "archive" (keeps every blob) or "bootstrap" (follows the ledger
-    alone). `max_up` and `max_down` limit what is sent to and received from other peers.
+    alone). `port_map`: a router may be asked to pass a port on. `max_up` and `max_down` limit what is sent to and
+    received from other peers.
     """
 
     home: Path
@@ -28,6 +29,7 @@ class PeerOptions:
     groups: int | None = None
     trains: bool = True
     relay: bool = False
+    port_map: bool = True
     max_up: Schedule = UNLIMITED
     max_down: Schedule = UNLIMITED
     disk_bytes_max: int = 100 * GIB

@@ -135,6 +135,7 @@ async def _transport(options: PeerOptions, peer_id: str, remembered: Remembered)
                 announce=options.announce,
                 relay=options.relay,
                 relays=options.relays,
+                port_map=options.port_map and options.finds_way,
                 log_path=options.home / "p2pd.log",
                 limits=Limits.of(options.max_up, options.max_down),
             )

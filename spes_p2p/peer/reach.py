@@ -3,7 +3,7 @@
     every peer     answers `dial_back`: it opens a connection of its own to where the asker's comes from (SPEC 3.3)
     a volunteer    asks some peers at its start and every ten minutes, judges their answers (net/reachability.py), tells
                    others of a port that its router passes on, or has itself reached through bootstraps; it serves the
-                   directory where others get in
+                   directory where others get in. Its router was asked for a port when p2pd started (net/daemon.py)
 
 Who gave --announce or --relay knows better, and nothing is asked.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import random
 import socket
@@ -46,6 +47,8 @@ JUDGE_SECONDS = 600.0
 RETRY_SECONDS = (2.0, 5.0, 15.0, 40.0, 120.0)
 """Pauses before asking again where nobody could tell, or no relay is known yet; then as after a verdict."""
 
+MAP_LOOK_SECONDS = 0.5
+MAPPED_MAX = 2
 LOOK_SECONDS = 5.0
 RESTART_SECONDS = 60.0
 
@@ -138,7 +141,7 @@ class Reach:
     ) -> None:
         self.verdict = Verdict(kind=Kind.UNKNOWN)
         """What is acted on."""
-        self._doubt: Verdict | None = None
+        self._doubt: Kind | None = None
         self._transport = transport
         self._contacts = contacts
         self._say = say
@@ -173,8 +176,8 @@ class Reach:
             verdict = await self._judged()
             if verdict.kind is Kind.UNKNOWN:
                 return False
-            if verdict != self.verdict and self.verdict.kind is not Kind.UNKNOWN and verdict != self._doubt:
-                self._doubt = verdict  # twice the same, or it is not acted on: it costs every connection
+            if verdict.kind not in (self.verdict.kind, self._doubt) and self.verdict.kind is not Kind.UNKNOWN:
+                self._doubt = verdict.kind  # twice the same, or it is not acted on: it costs every connection
                 return False
             return await self._act(verdict)
         except (NetworkError, UserError, TimeoutError) as error:
@@ -182,21 +185,35 @@ class Reach:
             return False
 
     async def _judged(self) -> Verdict:
+        mapped = await self._mapped_ports()
         links = await self._transport.links()
         direct = [peer for peer, way in links.items() if way == "direct"]
         _chance.shuffle(direct)
         direct.sort(key=lambda peer: not self._is_bootstrap(peer))
         ports = self._transport.daemon.ports
-        found = await asyncio.gather(*(ask(self._transport, peer, ports) for peer in direct[:ASKED_MAX]))
+        asked = (*mapped, *ports)
+        found = await asyncio.gather(*(ask(self._transport, peer, asked) for peer in direct[:ASKED_MAX]))
         answers = [answer for answer in found if answer is not None]
-        return judge({answer.ip for answer in answers if is_own(answer.ip)}, ports, answers)
+        return judge({answer.ip for answer in answers if is_own(answer.ip)}, ports, answers, mapped=mapped)
+
+    async def _mapped_ports(self) -> tuple[int, ...]:
+        """Ports that the router passes on as it was asked to, waiting until that can be told: it takes some seconds."""
+        daemon = self._transport.daemon
+        while True:
+            ends = [end_of(address) for address in await daemon.own_addresses()]
+            public = [end for end in ends if end is not None and ipaddress.ip_address(end[0]).is_global]
+            mapped = tuple(port for ip, port in public if port not in daemon.ports and not is_own(ip))
+            if mapped or not daemon.map_seconds or any(is_own(ip) for ip, _ in public):
+                return mapped[:MAPPED_MAX]
+            await asyncio.sleep(MAP_LOOK_SECONDS)
 
     async def _act(self, verdict: Verdict) -> bool:
         before, self.verdict, self._doubt = self.verdict, verdict, None
         if verdict != before and {verdict.kind, before.kind} != {Kind.PUBLIC, Kind.UNKNOWN}:  # which is nothing to say
             at = f", at {verdict.address}" if verdict.address else ""
             self._say(f"how others reach this machine: {verdict.kind.value}{at}")
-        self._transport.also_at = (verdict.address,) if verdict.address else ()
+        # Of a port that it asked for the daemon tells others by itself, and of another one when it asks anew.
+        self._transport.also_at = (verdict.address,) if verdict.kind is Kind.FORWARDED else ()
         daemon = self._transport.daemon
         if not verdict.needs_relay:
             if daemon.relays:

@@ -52,6 +52,8 @@ class Internet:
 
     def __init__(self) -> None:
         self._hosts = 0
+        self.boxes: dict[str, Host] = {}
+        """The routers at a home's line, by the home's name."""
         _run("ip", "netns", "add", "internet")
         _run("ip", "-n", "internet", "link", "add", "name", "core", "type", "bridge")
         _run("ip", "-n", "internet", "link", "set", "core", "up")
@@ -75,7 +77,7 @@ class Internet:
         if kind == "public":
             return self.public(name)
         if kind != "double":
-            box = self.public(f"{name}-box")
+            box = self.boxes[name] = self.public(f"{name}-box")
             return self._behind(box, name, kind)
         outer = self.public(f"{name}-outer")
         inner = self._behind(outer, f"{name}-inner", "port-restricted", net="10.0.0", wan="wan")

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spes_p2p.crypto.keys import Identity
+from spes_p2p.net.daemon import Daemon, DaemonOptions
 from spes_protocols.errors import NetworkError, UserError
 from tests.net.helpers import Net, Node, net_test, until
 
@@ -102,6 +104,30 @@ async def test_announced_addresses_replace_the_interfaces(net: Net) -> None:
     assert await silent.transport.addresses() == []
     relay = await net.node(relay=True)
     assert len(await relay.transport.addresses()) == 1
+
+
+@pytest.mark.parametrize(
+    ("asks", "options"),
+    [
+        (True, {}),
+        (False, {"port_map": False}),
+        (False, {"listen": ("/ip4/127.0.0.1/tcp/0", "/ip6/::1/tcp/0")}),
+        (False, {"listen": ()}),
+        (False, {"relay": True}),
+        (False, {"announce": ("/ip4/11.0.0.9/tcp/4001",)}),
+        (False, {"relays": (f"/ip4/11.0.0.9/tcp/4001/p2p/{Identity.from_seed(bytes(32)).peer_id}",)}),
+    ],
+)
+def test_the_router_is_asked_for_a_port_where_that_helps(tmp_path: Path, asks: bool, options: dict[str, Any]) -> None:
+    async def run() -> None:
+        made: dict[str, Any] = {"identity_path": tmp_path, "listen": ("/ip4/0.0.0.0/tcp/0",), "port_map": True}
+        daemon = Daemon(DaemonOptions(**made | options), asyncio.Event().wait)
+        assert daemon.maps_ports is asks
+        assert f"-natPortMap={int(asks)}" in daemon._flags()
+        assert daemon.map_seconds == 0  # it was not started yet
+        await daemon.close()
+
+    asyncio.run(run())
 
 
 @net_test

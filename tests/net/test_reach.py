@@ -155,11 +155,27 @@ async def test_a_forwarded_port_is_told_and_one_other_verdict_does_not_change_th
     assert len(lines) == 2 and "port-forwarded, at /ip4/11.0.0.9/tcp/4001" in lines[0]
 
 
-class Line:
-    """A transport that listens, with one connection."""
+class Daemon:
+    """One that has these own addresses in turn, and may have others for as long as there are any left."""
 
-    class daemon:
-        ports = (4001,)
+    ports = (4001,)
+
+    def __init__(self, *own: str) -> None:
+        self._own = list(own)
+
+    @property
+    def map_seconds(self) -> float:
+        return float(len(self._own))
+
+    async def own_addresses(self) -> list[str]:
+        return ["/ip4/127.0.0.1/tcp/4001", self._own.pop(0)]
+
+
+class Line:
+    """A transport with one connection."""
+
+    def __init__(self, daemon: Daemon | None = None) -> None:
+        self.daemon = daemon or Daemon()
 
     async def links(self) -> dict[str, str]:
         return {"somebody": "direct"}
@@ -200,6 +216,28 @@ def test_the_directory_is_served_where_others_get_in_or_nobody_can_tell_for_long
         assert await served_after(*4 * [unknown], closed) == [True, False]
 
     asyncio.run(run())
+
+
+def test_a_port_that_the_router_was_asked_for_is_waited_for() -> None:
+    private, mapped, preserved = "/ip4/192.168.1.2/tcp/4001", "/ip4/11.0.0.9/tcp/5005", "/ip4/11.0.0.9/tcp/4001"
+
+    async def nothing(serves: bool) -> None:
+        pass
+
+    async def found(*own: str) -> tuple[int, ...]:
+        line = cast(LibP2P, Line(Daemon(*own)))
+        watching = Reach(line, cast(Contacts, Known()), PeerOptions(home=Path("home")), print, nothing)
+        return await watching._mapped_ports()
+
+    async def run() -> None:
+        assert await found(private, preserved, mapped, private) == (5005,)
+        assert await found(private, preserved) == ()
+        patch.setattr(reach, "is_own", lambda ip: True)
+        assert await found(mapped, private) == ()  # its own address is a public one
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reach, "MAP_LOOK_SECONDS", 0.0)
+        asyncio.run(run())
 
 
 class Connections:

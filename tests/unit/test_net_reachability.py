@@ -33,6 +33,14 @@ def test_a_forwarded_port_is_told_to_others() -> None:
     assert judge(OWN, PORTS, [seen("2a00::9", 4001, 4001)]).address == "/ip6/2a00::9/tcp/4001"
 
 
+def test_a_port_that_the_router_was_asked_for_is_told_apart_from_one_that_it_forwards() -> None:
+    at_mapped, at_both = seen("11.0.0.9", 7000, 5005), seen("11.0.0.9", 7000, 4001, 5005)
+    at = Verdict(kind=Kind.MAPPED, address="/ip4/11.0.0.9/tcp/5005")
+    assert judge(OWN, PORTS, [at_mapped, at_mapped, seen(port=7001)], mapped=[5005]) == at
+    assert judge(OWN, PORTS, [at_both], mapped=[5005]).kind is Kind.FORWARDED
+    assert judge(OWN, PORTS, [seen(port=7000), seen(port=7001)], mapped=[5005]).kind is Kind.SYMMETRIC
+
+
 def test_behind_a_router_the_ports_that_are_seen_tell_its_kind() -> None:
     assert verdict(seen(), seen(), seen()).kind is verdict(seen()).kind is Kind.PRESERVING
     assert verdict(seen(port=7000), seen(port=7000)).kind is Kind.PRESERVING
@@ -55,7 +63,7 @@ def test_peers_of_the_same_private_network_say_nothing_of_the_internet() -> None
 
 @pytest.mark.parametrize("kind", Kind)
 def test_who_cannot_be_reached_needs_a_relay(kind: Kind) -> None:
-    assert Verdict(kind=kind).needs_relay == (kind not in (Kind.PUBLIC, Kind.FORWARDED, Kind.UNKNOWN))
+    assert Verdict(kind=kind).needs_relay == (kind not in (Kind.PUBLIC, Kind.FORWARDED, Kind.MAPPED, Kind.UNKNOWN))
 
 
 def test_ends_of_connections() -> None:
