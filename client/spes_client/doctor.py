@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from spes_client.doctor_findings import Findings
     from spes_client.doctor_rows import Row
+    from spes_p2p.net.limits import Schedule
     from spes_p2p.peer.options import PeerOptions
     from spes_p2p.peer.remembered import Remembered
     from spes_p2p.store.rundir import RunDir
@@ -34,6 +35,9 @@ SECONDS_MAX = 17.0
 """After so long what has not answered counts as unknown; ending the probes' own daemons may take a few more."""
 
 HOME_SECONDS = 4.0
+_JOINS = ("groups", "device", "gpus", "disk", "cache", "max_up", "max_down")
+"""Flags, as `argparse` names them, that `spes-join` has too, with one value each."""
+
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "unknown": "dim"}
 
 
@@ -60,6 +64,8 @@ def register(subparsers: Any) -> None:
     ui.flag(parser, "--gpus", type=ui.whole_number(1, GPUS_MAX), metavar="N", help="GPUs to train on, as spes-join")
     ui.flag(parser, "--disk", type=ui.whole_number(1, 1_000_000), metavar="GIB", help="disk to use, as spes-join")
     ui.flag(parser, "--cache", type=ui.whole_number(1, 1_000_000), metavar="GIB", help="disk for data, as spes-join")
+    for way in ("up", "down"):
+        ui.flag(parser, f"--max-{way}", metavar="RATE", help="limit that the probes keep to as well, as spes-join")
     parser.add_argument(
         "--install-prober", action="store_true",
         help="install py-libp2p for a second opinion on the network, in an environment of its own, and end",
@@ -77,7 +83,9 @@ def _doctor(args: argparse.Namespace) -> int:
     options = _options(args, home)
     with ui.progress() as report:
         report("looking at this machine and its network", -1.0)
-        looking = examine(home, args.peer or (), args.relay or (), options, is_listen_asked=bool(args.listen))
+        looking = examine(
+            home, args.peer or (), args.relay or (), options, is_listen_asked=bool(args.listen), flags=_flags(args)
+        )
         found = asyncio.run(looking)
     rows = judge(found)
     if args.json:
@@ -104,10 +112,16 @@ def _options(args: argparse.Namespace, home: Path) -> PeerOptions:
     """What `spes-join` would start with: the same flags, read by its own parser."""
     from spes_client import join
 
-    argv = [f"--dir={home}", *(f"--listen={address}" for address in args.listen or ())]
-    given = [(name, getattr(args, name)) for name in ("groups", "device", "gpus", "disk", "cache")]
-    argv += [f"--{name}={value}" for name, value in given if value is not None]
-    return join.options_of(join.build_parser().parse_args(argv))
+    flags = [f"{name}={value}" for name, value in _flags(args)]
+    return join.options_of(join.build_parser().parse_args([f"--dir={home}", *flags]))
+
+
+def _flags(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """The flags that `spes-join` has too, but --dir and --peer."""
+    given = [("--listen", address) for address in args.listen or ()]
+    given += [("--relay", address) for address in args.relay or ()]
+    values = [("--" + name.replace("_", "-"), getattr(args, name)) for name in _JOINS]
+    return (*given, *((name, str(value)) for name, value in values if value is not None))
 
 
 async def examine(
@@ -117,6 +131,7 @@ async def examine(
     options: PeerOptions,
     *,
     is_listen_asked: bool = False,
+    flags: tuple[tuple[str, str], ...] = (),
     clock: Callable[[], float] = time.time,
     seconds_max: float | None = None,
 ) -> Findings:
@@ -132,6 +147,7 @@ async def examine(
     found = Findings(
         home=home,
         is_default_home=home == ui.default_home(),
+        flags=flags,
         program=f"spes {__version__}",
         python=platform.python_version(),
         protocol=PROTOCOL,
@@ -189,9 +205,10 @@ def _work(
     from spes_client.doctor_probes import Questions, list_addresses, probe_network
 
     machine, settled = found.machine, asyncio.Event()
+    max_up, max_down = _limits(found, options)
     questions = Questions(
-        given=tuple(peers), remembered=remembered.peers, relays=tuple(relays), clock=clock,
-        on_manifest=lambda manifest: settled.set(),
+        given=tuple(peers), remembered=remembered.peers, relays=tuple(relays), max_up=max_up, max_down=max_down,
+        clock=clock, on_manifest=lambda manifest: settled.set(),
     )  # fmt: skip
     list_addresses(questions, found.home_found.peer, found)
     if found.run_id is None and found.named_runs:
@@ -231,21 +248,54 @@ def _work(
     return work
 
 
+def _limits(found: Findings, options: PeerOptions) -> tuple[Schedule, Schedule]:
+    """The limits for the probes: those of the flags, else what is in force for the peer that runs here."""
+    from spes_p2p.net.limits import Schedule
+
+    running = found.running
+    if running is None or not (options.max_up.is_unlimited and options.max_down.is_unlimited):
+        return options.max_up, options.max_down
+    return Schedule(rate=running.max_up), Schedule(rate=running.max_down)
+
+
 # ---- showing --------------------------------------------------------------------------------------------------------
 
 
 def as_plain(found: Findings, rows: Sequence[Row]) -> dict[str, Any]:
-    """Everything for scripts: the rows, how many of each state, and the figures of each peer."""
+    """Everything for scripts (docs/network.md): rows, how many of each state, figures; None is what is not known."""
+    from spes_client.doctor_findings import line_rate
+    from spes_client.doctor_judge_reach import translated_hosts, verdict_of
+
     counts: Counter[str] = Counter(row.state for row in rows)
+    net, machine, peers = found.network, found.machine, list(found.peers.values())
     return {
+        "program": found.program,
         "dir": found.home,
         "run_id": found.run_id.hex() if found.run_id is not None else "",
         "seconds": round(found.seconds, 1),
         "counts": {state: counts[state] for state in _STYLES},
         "rows": [
-            {"what": row.what, "state": row.state, "found": row.found, "cause": row.cause, "next": row.advice}
+            {
+                "check": row.check, "what": row.what, "state": row.state, "found": row.found, "cause": row.cause,
+                "next": row.advice, "command": row.command,
+            }
             for row in rows
         ],
+        "machine": {
+            "disk_free_bytes": machine.disk_free,
+            "disk_needed_bytes": machine.disk_needed,
+            "place": machine.place,
+            "trains": list(machine.fit),
+        },
+        "network": {
+            "local": net.local,
+            "observed": [*dict.fromkeys((*net.observed, *translated_hosts(found)))],
+            "reached": verdict_of(found).kind.value,
+            "download_bytes_per_second": line_rate(peers, "fetched"),
+            "upload_bytes_per_second": line_rate(peers, "sent"),
+            "max_download_bytes_per_second": net.max_down,
+            "max_upload_bytes_per_second": net.max_up,
+        },
         "peers": [
             {
                 "peer": peer.peer,
@@ -254,11 +304,12 @@ def as_plain(found: Findings, rows: Sequence[Row]) -> dict[str, Any]:
                 "path": peer.home_path or peer.path,
                 "call_seconds": sorted(peer.calls)[len(peer.calls) // 2] if peer.calls else None,
                 "clock_offset_seconds": peer.clock_offset,
-                "bytes_per_second": peer.fetched_bytes / peer.fetched_seconds if peer.fetched_seconds else None,
+                "download_bytes_per_second": line_rate([peer], "fetched"),
+                "upload_bytes_per_second": line_rate([peer], "sent"),
             }
-            for peer in found.peers.values()
+            for peer in peers
         ],
-    }
+    }  # fmt: skip
 
 
 def show(rows: Sequence[Row], seconds: float) -> None:

@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from spes_p2p.net.reachability import Answer
@@ -27,6 +29,7 @@ class AddressFound:
 
     `problem`: it is no address. `hosts`: what its host name means. `run_problem`: the peer gave no manifest, and why;
     `speaks` is False where that is for want of this protocol. `other_version`: who wrote the manifest that it gave.
+    `greets`: whether what took the plain TCP connection said what libp2p says first.
     """
 
     text: str
@@ -40,6 +43,7 @@ class AddressFound:
     resolve_problem: str = ""
     tcp_seconds: float | None = None
     tcp_problem: str = ""
+    greets: bool | None = None
     connect_seconds: float | None = None
     connect_problem: str = ""
     run_id: bytes | None = None
@@ -54,7 +58,8 @@ class PeerFound:
 
     `calls`: seconds of small calls; `clock_offset`: seconds that its clock is ahead of this machine's.
     `home_path`: how the peer of this home is connected to it, None where none runs.
-    `round`: its ledger stands there. `fetched_bytes` came in `fetched_seconds`; `fetch_note` says why nothing did.
+    `round`: its ledger stands there. `fetched_bytes` came in `fetched_seconds` from `fetched_at` on, by a clock of any
+    beginning; `fetch_note` says why nothing did. `sent_bytes` and the others are the same of what was sent to it.
     """
 
     peer: str
@@ -69,7 +74,23 @@ class PeerFound:
     clock_offset: float | None = None
     fetched_bytes: int = 0
     fetched_seconds: float = 0.0
+    fetched_at: float = 0.0
     fetch_note: str = ""
+    sent_bytes: int = 0
+    sent_seconds: float = 0.0
+    sent_at: float = 0.0
+    send_note: str = ""
+
+
+def line_rate(peers: Iterable[PeerFound], way: Literal["fetched", "sent"]) -> float | None:
+    """Bytes per second of all transfers one way while there was any; None where there was none."""
+    moves = [(getattr(p, f"{way}_at"), getattr(p, f"{way}_seconds"), getattr(p, f"{way}_bytes")) for p in peers]
+    busy, until = 0.0, -math.inf
+    for began, seconds, _ in sorted(move for move in moves if move[2]):
+        ended = max(until, began + seconds)
+        busy += ended - max(until, began)
+        until = ended
+    return sum(count for _, _, count in moves) / busy if busy > 0 else None
 
 
 @dataclass(kw_only=True)
@@ -77,7 +98,8 @@ class RunningFound:
     """The peer that holds this home: its process (0: unknown) and what its control socket said.
 
     `addresses` as it tells them; `paths` are its connections, "" for a member without one. `is_silent`: the socket is
-    there and nobody answers; otherwise without `answered` there is no socket yet.
+    there and nobody answers; otherwise without `answered` there is no socket yet. `max_up` and `max_down` are the
+    limits of its line that are in force, bytes per second.
     """
 
     pid: int
@@ -91,20 +113,26 @@ class RunningFound:
     last_error: str = ""
     addresses: tuple[str, ...] = ()
     paths: dict[str, str] = field(default_factory=dict)
+    max_up: float | None = None
+    max_down: float | None = None
     members: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True)
 class HomeFound:
-    """The home and the run in it. Problems are errors of ours in words.
+    """The home and the run in it. Problems are errors of ours in words. `is_file`: it is no directory.
 
+    `program`: which one works here, for a command line. `network_problem`: what is remembered cannot be read.
     `identity` and `ledger`: "" not looked at, "none", "good" or "bad". `has_worked`: a peer has been here, so that a
     missing identity is a lost one. `ledger_lost`: none, where this peer has taken part. `backup_day` and
     `backup_fingerprint` are those of the last backup that is noted; `backup_problem`: the note cannot be read.
     """
 
     exists: bool = False
+    is_file: bool = False
     problem: str = ""
+    program: str = "spes-join"
+    network_problem: str = ""
     peer: str = ""
     identity: str = ""
     identity_problem: str = ""
@@ -168,7 +196,8 @@ class NetworkFound:
     """What the probes' own network daemon saw. `local`: the address that this machine has towards the internet.
 
     `addresses` are hosts without ports of the probing node, `observed` those of them that no interface here has; it
-    listens on `ports`. `dialled_back` is what peers say who were asked to open a connection to it.
+    listens on `ports`. `dialled_back` is what peers say who were asked to open a connection to it. `max_up` and
+    `max_down` are the limits, in bytes per second, that the probes kept to beyond the LAN.
     """
 
     daemon_seconds: float | None = None
@@ -180,6 +209,8 @@ class NetworkFound:
     ports: tuple[int, ...] = ()
     dialled_back: list[Answer] = field(default_factory=list)
     relays: list[RelayFound] = field(default_factory=list)
+    max_up: float | None = None
+    max_down: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,11 +243,13 @@ class SecondFound:
 class Findings:
     """Everything. `run_id` and `manifest` of the run that is expected, or that the first peer to answer is in.
 
-    `named_runs`: those that the addresses name. `left_out` counts addresses and peers that were not tried.
+    `named_runs`: those that the addresses name. `left_out` counts addresses and peers that were not tried. `flags` are
+    those that the check was given beside --dir, --peer and --json, as (name, value): the next command has them too.
     """
 
     home: Path
     is_default_home: bool
+    flags: tuple[tuple[str, str], ...] = ()
     program: str = ""
     python: str = ""
     protocol: str = ""

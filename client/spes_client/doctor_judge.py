@@ -1,18 +1,22 @@
 """From findings to rows: what is well, what is not, why, and what to type next. Pure: no clock, no network, no file.
 
-This module is about the network; `doctor_judge_home` is about this machine and the home.
+This module is about the network's peers; `doctor_judge_reach` is about how others get here, `doctor_judge_second` about
+the second opinion, `doctor_judge_home` about this machine and the home.
 """
 
 from __future__ import annotations
 
-import ipaddress
+import math
+import shlex
 import statistics
 from collections.abc import Iterator
+from typing import Literal
 
-from spes_client import homes, ui
-from spes_client.doctor_findings import DIRECT, GIVEN, RELAYED, AddressFound, Findings, PeerFound
+from spes_client import ui
+from spes_client.doctor_findings import DIRECT, GIVEN, RELAYED, AddressFound, Findings, PeerFound, line_rate
 from spes_client.doctor_judge_home import home_rows, machine_rows
-from spes_client.doctor_judge_second import reach_rows, second_rows, translated_hosts
+from spes_client.doctor_judge_reach import forward, is_reachable, reach_rows
+from spes_client.doctor_judge_second import second_rows
 from spes_client.doctor_rows import Maker, Row, again, bad, good, here, short_address, unclear, warn
 
 CLOCK_SECONDS_CORRECTED = 1.0
@@ -31,6 +35,9 @@ SLOW_BYTES_PER_SECOND = 125_000.0
 FETCHED_BYTES_MIN = 64 * 1024
 """Fewer bytes say more of the way's length than of its width."""
 
+MOVED_BYTES_SURE = 1_000_000
+"""Of fewer bytes the rate is told with "about"."""
+
 _NTP = "sudo timedatectl set-ntp true"
 
 
@@ -43,7 +50,7 @@ def network_rows(found: Findings) -> list[Row]:
     """The network as this machine sees it, from the daemon to the single peers."""
     rows = [_daemon(found)]
     if found.network.daemon_seconds is not None:
-        rows += [_own_address(found), *reach_rows(found), *_relays(found)]
+        rows += reach_rows(found)
     rows += _addresses(found)
     if found.network.daemon_seconds is not None:
         rows += second_rows(found)
@@ -62,103 +69,8 @@ def _daemon(found: Findings) -> Row:
             again(found),
         )  # fmt: skip
     cause, _, advice = net.daemon_problem.partition("; ")
-    advice = advice or "install hivemind again from its wheel"
+    advice = advice or "correct that"
     return bad("network daemon", "p2pd does not start", cause, f"{advice}; then: {again(found)}")
-
-
-# ---- own addresses and relays ---------------------------------------------------------------------------------------
-
-
-def is_public(host: str) -> bool:
-    """Whether an IP address is one of the internet's; a host name counts as one."""
-    try:
-        return ipaddress.ip_address(host).is_global
-    except ValueError:
-        return bool(host)
-
-
-def _own_address(found: Findings) -> Row:
-    net, running = found.network, found.running
-    what = "own address"
-    told = running.addresses if running is not None else ()
-    own = [host for host in net.addresses if host not in net.observed]
-    public = [host for host in (*own, *map(_host, told)) if is_public(host)]
-    relayed = sorted({_relay_of(address) for address in told if "/p2p-circuit" in address})
-    if relayed:
-        return good(what, f"{_local(found)}, reached through the relay {' '.join(map(ui.short_peer, relayed))}")
-    outer = next(iter((*net.observed, *translated_hosts(found))), "")
-    if outer:
-        return _behind_nat(found, f"behind NAT: {_local(found)} here, {outer} to others", outer)
-    if public:
-        unseen = "" if net.dialled_back else "; a firewall before it cannot be seen from here"
-        return good(what, f"public: {' '.join(dict.fromkeys(public))}{unseen}")
-    if not net.is_local_known:
-        return unclear(what, "not found out", "the time was over", again(found))
-    if _all_near(found):
-        return good(what, f"{_local(found)}, in one network with the peers that answered")
-    if not net.local:
-        return bad(
-            what, "none towards the internet", "this machine has no route out",
-            f"check its network (ip route); then: {again(found)}",
-        )  # fmt: skip
-    return _behind_nat(found, f"behind NAT: {net.local}", "ROUTER_ADDRESS")
-
-
-def _behind_nat(found: Findings, shown: str, router: str) -> Row:
-    """`shown` is what is known of the addresses, `router` the outer one for a command line."""
-    what = "own address"
-    working = [relay for relay in found.network.relays if relay.seconds is not None]
-    if any(relay.asked for relay in working):
-        return good(what, f"{shown}; reached through the relay that was asked for")
-    if any(row.state == "ok" for row in reach_rows(found)):
-        return good(what, shown)
-    cause = "others reach it only if the router forwards a port, or through a relay"
-    if working:
-        return warn(what, shown, cause, here(found, homes.JOIN, f"--relay {working[0].address}"))
-    return warn(what, f"{shown}, and no relay", cause, _forward(found, router))
-
-
-def _forward(found: Findings, router: str) -> str:
-    flags = f"--listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/{router}/tcp/4001"
-    return f"forward a port of the router to this machine, and: {here(found, homes.JOIN, flags)}"
-
-
-def _local(found: Findings) -> str:
-    return found.network.local or next(iter(found.network.addresses), "this machine")
-
-
-def _all_near(found: Findings) -> bool:
-    """Whether every peer that was reached is in a private network as this machine is, so that no NAT is between."""
-    reached = [address for address in found.addresses if address.connect_seconds is not None]
-    hosts = [host for address in reached for host in address.hosts]
-    hosts += [_host(address) for peer in found.peers.values() if peer.calls for address in peer.addresses]
-    return bool(reached) and not any(map(is_public, hosts))
-
-
-def _host(address: str) -> str:
-    parts = address.split("/")
-    return parts[2] if len(parts) > 2 else ""
-
-
-def _relay_of(address: str) -> str:
-    return address.partition("/p2p-circuit")[0].rpartition("/")[2]
-
-
-def _relays(found: Findings) -> Iterator[Row]:
-    """One row for each relay asked for; of the others one that works is enough."""
-    asked = [relay for relay in found.network.relays if relay.asked]
-    offered = [relay for relay in found.network.relays if not relay.asked and relay.seconds is not None]
-    for relay in [*asked, *offered[:1]]:
-        what = f"relay {short_address(relay.address)}"
-        if relay.seconds is not None:
-            yield good(what, f"a place is given, and a connection through it came up in {relay.seconds:.1f} s")
-        elif relay.problem:
-            yield bad(
-                what, "gives no way in", relay.problem,
-                f"give the address of a bootstrap of the run: {again(found, '--relay ADDRESS')}",
-            )  # fmt: skip
-        else:
-            yield unclear(what, "no answer in time", "the relay or the line to it is slow", again(found))
 
 
 # ---- addresses given and remembered ---------------------------------------------------------------------------------
@@ -183,7 +95,7 @@ def _addresses(found: Findings) -> Iterator[Row]:
 def _address(found: Findings, address: AddressFound, *, is_needed: bool) -> Row:
     what = f"{address.source} {short_address(address.text)}"
     sad = bad if is_needed else warn
-    retry = again(found, f"--peer {ui.one_line(address.text)}")
+    retry = again(found, f"--peer {shlex.quote(ui.one_line(address.text))}")
     if address.problem:
         return sad(
             what, "no address", address.problem,
@@ -211,7 +123,10 @@ def _address(found: Findings, address: AddressFound, *, is_needed: bool) -> Row:
 def _unreachable(address: AddressFound, what: str, sad: Maker, retry: str) -> Row:
     cause, _, advice = address.connect_problem.partition("; ")
     shown = "cannot be reached"
-    if address.tcp_seconds is not None:
+    if address.greets is False:
+        shown = f"a connection is taken there after {address.tcp_seconds or 0.0:.2f} s, but by no peer"
+        cause, advice = "nobody answers there as libp2p does: another program, or one that hangs", "check the port"
+    elif address.tcp_seconds is not None:
         shown = f"something answers there after {address.tcp_seconds:.2f} s, but not that peer"
     elif address.tcp_problem and address.tcp_problem != cause:
         shown = f"cannot be reached: {address.tcp_problem}"
@@ -281,12 +196,23 @@ def _peers(found: Findings) -> Iterator[Row]:
     for peer in found.peers.values():
         yield _peer(found, peer)
     if found.peers_left_out:
-        look = here(found, "spes status")
+        look = here(found, "spes status") if _answers(found) else again(found)
         yield unclear("more peers", f"{found.peers_left_out} were not asked", "so many are enough for a check", look)
-    fetched = [peer for peer in found.peers.values() if peer.fetched_bytes]
-    if len(fetched) > 1:
-        total = sum(peer.fetched_bytes / peer.fetched_seconds for peer in fetched if peer.fetched_seconds)
-        yield good("download", f"{_rate(total)} from {len(fetched)} peers at once")
+    if any(peer.calls for peer in found.peers.values()):
+        yield _line(found, "fetched", found.network.max_down, "no peer that answered holds a state to fetch")
+        yield _line(found, "sent", found.network.max_up, "nothing got through in time")
+
+
+def _line(found: Findings, way: Literal["fetched", "sent"], limit: float | None, why_not: str) -> Row:
+    """How fast this machine's line is one way."""
+    what, preposition = ("download", "from") if way == "fetched" else ("upload", "to")
+    kept = f", within the limit of {_rate(limit)}" if limit is not None else ""
+    rate = line_rate(found.peers.values(), way)
+    if rate is None:
+        return unclear(what, f"not measured{kept}", why_not, f"in a minute: {again(found)}")
+    moved = [peer for peer in found.peers.values() if getattr(peer, f"{way}_bytes")]
+    about = "about " if sum(getattr(peer, f"{way}_bytes") for peer in moved) < MOVED_BYTES_SURE else ""
+    return good(what, f"{about}{_rate(rate)} {preposition} {_count(len(moved), 'peer')}{kept}")
 
 
 def _peer(found: Findings, peer: PeerFound) -> Row:
@@ -295,12 +221,11 @@ def _peer(found: Findings, peer: PeerFound) -> Row:
         return _silent_peer(found, peer, what)
     seconds = statistics.median(peer.calls)
     path = peer.home_path or peer.path
+    down = peer.fetched_bytes / peer.fetched_seconds if peer.fetched_seconds else 0.0
+    up = peer.sent_bytes / peer.sent_seconds if peer.sent_seconds else 0.0
     parts = [path or "connected", f"a call takes {seconds * 1000:.0f} ms"]
-    rate = peer.fetched_bytes / peer.fetched_seconds if peer.fetched_seconds else 0.0
-    if rate:
-        parts.append(f"{_rate(rate)} down ({ui.bytes_text(peer.fetched_bytes)})")
-    elif peer.fetch_note:
-        parts.append(peer.fetch_note)
+    parts += _moved(down, peer.fetched_bytes, "down", peer.fetch_note)
+    parts += _moved(up, peer.sent_bytes, "up", peer.send_note)
     shown = ", ".join(parts)
     if peer.home_path == "":
         return warn(
@@ -308,17 +233,42 @@ def _peer(found: Findings, peer: PeerFound) -> Row:
             f"it tries again every few seconds; look with: {here(found, 'spes status')}",
         )  # fmt: skip
     if path == RELAYED:
-        return warn(
-            what, shown, "no direct connection came up: one of the two is behind a NAT or firewall",
-            _forward(found, "ROUTER_ADDRESS"),
-        )  # fmt: skip
+        cause = "no direct connection came up: one of the two, or both, are behind a NAT or firewall"
+        return warn(what, shown, cause, _straighten(found))
     if seconds > SLOW_CALL_SECONDS:
         cause = "the line between the two is slow or full, or one of the machines is very busy"
         return warn(what, shown, cause, f"when less is going on: {again(found)}")
-    if 0 < rate < SLOW_BYTES_PER_SECOND and peer.fetched_bytes >= FETCHED_BYTES_MIN:
+    slow = _is_slow(found, down, peer.fetched_bytes, found.network.max_down)
+    if slow or _is_slow(found, up, peer.sent_bytes, found.network.max_up):
         cause = "the line between the two is slow or full"
-        return warn(what, shown, cause, f"end other downloads; then: {again(found)}")
+        return warn(what, shown, cause, f"end other transfers; then: {again(found)}")
     return good(what, shown)
+
+
+def _moved(rate: float, count: int, way: str, note: str) -> list[str]:
+    if not rate:
+        return [note] if note else []
+    about = "about " if count < MOVED_BYTES_SURE else ""
+    return [f"{about}{_rate(rate)} {way} ({ui.bytes_text(count)})"]
+
+
+def _is_slow(found: Findings, rate: float, count: int, limit: float | None) -> bool:
+    """Whether a peer is slow, although the line, or the limit for it, is shared by all that were measured at once."""
+    least = min(SLOW_BYTES_PER_SECOND, math.inf if limit is None else limit / 2)
+    return count >= FETCHED_BYTES_MIN and 0 < rate < least / max(1, sum(bool(p.calls) for p in found.peers.values()))
+
+
+def _straighten(found: Findings) -> str:
+    """What to do about a relayed connection. A peer that runs tries again by itself (`peer.straightening`)."""
+    if not is_reachable(found):
+        return forward(found)
+    if _answers(found):
+        return f"it is tried again every hour; look with: {here(found, 'spes status')}"
+    return f"nothing: others get in here, and the other one tries by itself; in a minute: {again(found)}"
+
+
+def _answers(found: Findings) -> bool:
+    return found.running is not None and found.running.answered
 
 
 def _silent_peer(found: Findings, peer: PeerFound, what: str) -> Row:
@@ -340,7 +290,8 @@ def _silent_peer(found: Findings, peer: PeerFound, what: str) -> Row:
 
 
 def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second * 8 / 1e6:.3g} Mbit/s"
+    rate = bytes_per_second * 8 / 1e6
+    return f"{rate:.0f} Mbit/s" if rate >= 100 else f"{rate:.3g} Mbit/s"
 
 
 def _count(number: int, noun: str) -> str:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from spes_client import homes, ui
+from spes_client import ui
 from spes_client.doctor_findings import Findings, PortFound, RunningFound
-from spes_client.doctor_rows import Row, again, bad, good, here, unclear, warn
+from spes_client.doctor_rows import Row, again, bad, good, here, join, unclear, warn
 from spes_client.machine import memory_text
 from spes_p2p.core.plan import GIB
+from spes_p2p.peer.remembered import NETWORK
 
 FILES_NEEDED = 768
 """Open files that a peer may need: 512 streams that others open (`net.libp2p`), its own, the ledger and the sockets."""
 
 FILES_LEAST = 256
 """With fewer than this even a quiet peer runs out of them."""
+
+_CHOSEN = ("--groups", "--gpus", "--device")
 
 DISK_SPARE_BYTES = GIB
 """So much should stay free beside what the run needs at least."""
@@ -29,8 +32,10 @@ def home_rows(found: Findings) -> Iterator[Row]:
     yield _identity(found)
     if found.home_found.identity == "good":
         yield _backup(found)
-    if not found.home_found.run_problem:
+    if not found.home_found.run_problem and not found.home_found.problem:
         yield _ledger(found)
+    if found.home_found.network_problem:
+        yield _network_file(found)
 
 
 def machine_rows(found: Findings) -> Iterator[Row]:
@@ -59,18 +64,25 @@ def _run(found: Findings) -> Row:
         return bad(
             "run", "the address is of another run than this home",
             f"this home follows {home.pinned.hex()[:16]}, the address names {found.named_runs[0].hex()[:16]}",
-            "give each run a home of its own: spes doctor --dir ANOTHER --peer ADDRESS",
+            f"give each run a home of its own: spes doctor --dir DIRECTORY --peer {shlex.quote(_given(found))}",
         )  # fmt: skip
     if found.manifest is not None and found.run_id is not None:
         version = found.manifest.version
         whose = f", organizer {ui.fingerprint(found.organizer)}" if found.organizer else ""
         return good("run", f"{found.run_name!r} {found.run_id.hex()[:16]}{whose}, manifest version {version}")
+    if home.problem and not found.addresses:
+        return unclear("run", "not known", "the home cannot be read, and no address was given", _with_address(found))
     if not found.addresses:
         return unclear("run", "none yet", "this home follows none, and no address was given", _with_address(found))
     return unclear(
-        "run", "not known", "nobody who was asked gave its manifest", "what went wrong there is in the rows below: "
-        + _with_address(found),
+        "run", "not known", "nobody who was asked gave its manifest",
+        f"the rows below say what went wrong there; then: {again(found)}",
     )  # fmt: skip
+
+
+def _given(found: Findings) -> str:
+    named = [address.text for address in found.addresses if address.named_run is not None]
+    return ui.one_line(named[0]) if named else "ADDRESS"
 
 
 def _with_address(found: Findings) -> str:
@@ -83,10 +95,10 @@ def _peer_here(found: Findings) -> Row:
         return good(what, "none is running")
     pid = f"pid {running.pid}" if running.pid else "an unknown process"
     if running.is_silent:
-        end = f"kill {running.pid}" if running.pid else "end that process"
-        start = homes.command(homes.JOIN, found.home)
+        end = f"kill {running.pid}, or kill -9 {running.pid}" if running.pid else "end it"
         return bad(what, f"{pid} holds this home and does not answer", "its control socket is silent: it may hang",
-                   f"{here(found, 'spes status')}; if that is silent too: {end}, then: {start}")  # fmt: skip
+                   f"if it is silent again ({here(found, 'spes status')}), end that process ({end}); then: "
+                   + here(found, found.home_found.program))  # fmt: skip
     if not running.answered:
         return unclear(
             what, f"{pid} holds this home", "it has no control socket: it is starting, or it is another command",
@@ -103,9 +115,12 @@ def _peer_here(found: Findings) -> Row:
 
 def _identity(found: Findings) -> Row:
     home = found.home_found
+    if home.is_file:
+        return bad("home", "cannot be used", f"{found.home} is a file", f"give a directory: {again(found)}")
     if home.problem:
+        cause = home.problem.partition("; ")[0]
         return bad(
-            "home", "cannot be used", home.problem,
+            "home", "cannot be used", cause,
             f"use the account that it belongs to, or correct its rights (ls -ld {shlex.quote(str(found.home))}); then: "
             + again(found),
         )  # fmt: skip
@@ -114,10 +129,10 @@ def _identity(found: Findings) -> Row:
     if home.identity == "good":
         return good("identity", f"readable: {home.peer}")
     if home.identity == "bad":
-        cause, _, advice = home.identity_problem.partition("; ")
         if "chmod" in home.identity_problem:
-            cause, advice = "other users can read it", f"chmod 600 {key}"
-        return bad("identity", "not usable", cause, advice or restore)
+            return bad("identity", "not usable", "other users can read it", f"chmod 600 {key}")
+        cause = home.identity_problem.partition("; ")[0]
+        return bad("identity", "not usable", cause, f"put it aside, and bring the key back: {_aside(key)} && {restore}")
     if home.identity == "none" and home.has_worked:
         return bad(
             "identity", "missing", "a peer has worked in this home, and its key is gone: the next start makes another",
@@ -130,9 +145,9 @@ def _identity(found: Findings) -> Row:
 
 def _backup(found: Findings) -> Row:
     home, what = found.home_found, "identity backup"
-    make = f"{here(found, 'spes keys backup FILE')}; keep FILE on another machine"
+    make = f"make one, and keep FILE on another machine: {here(found, 'spes keys backup FILE')}"
     if home.backup_problem:
-        return unclear(what, "not known", home.backup_problem, f"if there is none: {make}")
+        return unclear(what, "not known", home.backup_problem, make)
     if not home.backup_fingerprint:
         return warn(what, "none is noted", "who loses the key comes back as a stranger; no other machine has it", make)
     day = home.backup_day
@@ -159,6 +174,18 @@ def _ledger(found: Findings) -> Row:
     return unclear("ledger", "not read in time", "it is large, or the disk is slow", here(found, "spes repair"))
 
 
+def _network_file(found: Findings) -> Row:
+    place = shlex.quote(str(found.home / NETWORK))
+    return warn(
+        "network file", "not readable: where others were is forgotten", found.home_found.network_problem,
+        f"put it aside ({_aside(place)}), and give an address of the run: {again(found, '--peer ADDRESS')}",
+    )  # fmt: skip
+
+
+def _aside(place: str) -> str:
+    return f"mv {place} {place}.damaged"
+
+
 # ---- the machine ----------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +199,9 @@ def _files(found: Findings) -> Row:
     may = hard is not None and (hard < 0 or hard >= FILES_NEEDED)
     raise_it = f"ulimit -n {FILES_NEEDED * 4 if hard is None or hard < 0 else min(hard, FILES_NEEDED * 4)}"
     advice = (
-        f"{raise_it}; then start the peer from that shell" if may else "as root: set nofile in limits.conf; ulimit -n"
+        f"raise it in the shell that starts the peer: {raise_it}"
+        if may
+        else "as root set nofile in /etc/security/limits.conf, log in again and look: ulimit -n"
     )
     make = bad if soft < FILES_LEAST else warn
     return make("open files", shown, f"a peer of many others may need {FILES_NEEDED}", advice)
@@ -197,8 +226,8 @@ def _disk(found: Findings) -> Row:
         allow = f"--disk {-(-machine.disk_needed // GIB)}"
         return bad("disk", needs, f"--disk allows {memory_text(machine.disk_quota)}", again(found, allow))
     if machine.disk_free < missing:
-        return bad("disk", needs, "there is no room for the model's states", f"free some space ({df}), or use --dir "
-                   f"on a larger disk: {again(found)}")  # fmt: skip
+        return bad("disk", needs, "there is no room for the model's states",
+                   f"free some space ({df}), or give a --dir on a larger disk; then: {again(found)}")  # fmt: skip
     if machine.disk_free < missing + DISK_SPARE_BYTES:
         return warn("disk", needs, "that is little more than the least", f"free some space: {df}")
     room = machine.disk_free + machine.disk_used - DISK_SPARE_BYTES
@@ -208,7 +237,7 @@ def _disk(found: Findings) -> Row:
         return warn(
             "disk", needs, f"--disk and --cache allow {memory_text(machine.disk_quota + machine.disk_cache)}, more than"
             " there is: the disk would be full before old states go",
-            here(found, homes.JOIN, f"--disk {fitting} --cache {max(1, cache)}"),
+            join(found, f"--disk {fitting}", f"--cache {max(1, cache)}"),
         )  # fmt: skip
     return good("disk", needs)
 
@@ -218,20 +247,21 @@ def _memory(found: Findings) -> Row:
     if found.running is not None and found.running.answered:
         return good(what, f"in use by the peer here, trainer {found.running.trainer or 'none'}")
     if machine.fit_problem:
+        plan = f" ({here(found, 'spes plan')} shows what is needed)" if found.home_found.pinned is not None else ""
         return bad(what, machine.place or "too little", machine.fit_problem,
-                   "end what else takes memory, or join on a machine with more; what others would need: "
-                   + here(found, "spes plan"))  # fmt: skip
+                   f"end what else takes memory, or use a machine with more{plan}; then: {again(found)}")  # fmt: skip
     if not machine.fit:
         cause = "what the run needs is not known without its manifest"
         if found.manifest is not None:
             cause = "the machine did not say in time what it has, or its card's driver does not"
-            return unclear(what, machine.place or "not known", cause, "nvidia-smi")
+            look = f"if there is an NVIDIA card, look whether it answers (nvidia-smi); then: {again(found)}"
+            return unclear(what, machine.place or "not known", cause, look)
         return unclear(what, machine.place or "not known", cause, _with_address(found))
     first, *others = machine.fit
     tight = next((line for line in others if line.startswith("memory is tight")), "")
     if "may run out of memory" in first or tight:
-        return warn(what, first, tight or "what was asked for is more than fits", "leave out --groups, or end what else"
-                    f" takes memory; then: {again(found)}")  # fmt: skip
+        return warn(what, first, tight or "what was asked for is more than fits", "end what else takes memory, or "
+                    f"leave the choice to spes-join: {again(found, without=_CHOSEN)}")  # fmt: skip
     return good(what, "; ".join([first, *others]))
 
 

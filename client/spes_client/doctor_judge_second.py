@@ -2,59 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
-from spes_client import homes, ui
-from spes_client.doctor_findings import OWN, PEER, RELAY, DialFound, Findings
-from spes_client.doctor_rows import Row, again, bad, good, here, short_address, unclear, warn
-from spes_p2p.net.reachability import Kind, judge
+from spes_client import ui
+from spes_client.doctor_findings import OWN, PEER, RELAY, Findings
+from spes_client.doctor_judge_reach import forward, host_of, is_reachable, is_translated, port_of
+from spes_client.doctor_rows import Row, again, bad, good, short_address, unclear, warn
 
 _INSTALL = "spes doctor --install-prober"
-
-
-def reach_rows(found: Findings) -> Iterator[Row]:
-    """Whether peers who were asked to open a connection to here got in, judged as the peer itself would."""
-    net, what = found.network, "from outside"
-    if not any(peer.calls for peer in found.peers.values()):
-        return  # nobody could be asked, which other rows say
-    if not net.dialled_back:
-        yield unclear(
-            what, "nobody tried to connect to here",
-            "the time was over, the peers are older, or they were asked a moment ago", f"in a minute: {again(found)}",
-        )  # fmt: skip
-        return
-    own = {answer.ip for answer in net.dialled_back if answer.ip not in translated(found)}
-    verdict = judge(own, net.ports, net.dialled_back)
-    told = f"{sum(bool(a.open) for a in net.dialled_back)} of {len(net.dialled_back)} peers got in"
-    ways_in = "spes-join takes relays by itself; for direct connections forward a port of the router: "
-    typed = ways_in + here(found, homes.JOIN, "--listen /ip4/0.0.0.0/tcp/4001")
-    if verdict.kind is Kind.PUBLIC:
-        yield good(what, told)
-    elif verdict.kind in (Kind.FORWARDED, Kind.MAPPED):
-        yield good(what, f"{told}, through the router at {verdict.address}")
-    elif verdict.kind is Kind.PRESERVING:
-        yield warn(
-            what, f"{told}; the router keeps ports, so holes can be punched", "the router lets nobody in by itself",
-            typed,
-        )  # fmt: skip
-    elif verdict.kind is Kind.SYMMETRIC:
-        yield warn(
-            what, f"{told}; the router is a symmetric one", "others behind routers come through relays only", typed
-        )
-    elif verdict.kind is Kind.CLOSED:
-        yield warn(
-            what, f"{told}, though the address is public", "a firewall lets nobody in",
-            f"open the port that spes-join listens on; then: {again(found)}",
-        )  # fmt: skip
-    else:
-        yield unclear(what, told, "what they say does not fit together", f"in a minute: {again(found)}")
-
-
-def translated(found: Findings) -> set[str]:
-    """The addresses at which peers saw this machine that are not its own."""
-    own = [found.network.local, *found.network.addresses]
-    mine = {host for host in own if host not in found.network.observed}
-    return {a.ip for a in found.network.dialled_back if a.ip not in mine and not a.ip.startswith("127.")}
 
 
 def second_rows(found: Findings) -> Iterator[Row]:
@@ -102,12 +58,12 @@ def _differing(found: Findings) -> Iterator[Row]:
         way = "through relay" if dial.kind == RELAY else "at"
         what = f"second opinion {way} {short_address(dial.text)}"
         flag = "--relay" if dial.kind == RELAY else "--peer"
-        retry = again(found, f"{flag} {ui.one_line(dial.text)}")
+        retry = again(found, f"{flag} {shlex.quote(ui.one_line(dial.text))}")
         if problem and seconds is None and dial.seconds is not None:
             yield bad(
                 what, f"our daemon gets no connection, py-libp2p does in {dial.seconds:.2f} s",
                 f"a fault of the network daemon, or of the moment: {problem}",
-                f"{retry}; if that says the same, start spes-join anew, and report it with p2pd.log of the home",
+                f"if it says the same again, report it with p2pd.log of the home: {retry}",
             )  # fmt: skip
         elif seconds is not None and dial.seconds is None and dial.problem:
             yield warn(
@@ -120,35 +76,33 @@ def _dial_back(found: Findings, name: str) -> Iterator[Row]:
     """What py-libp2p on this machine saw of a daemon of ours on this machine: outside it may be otherwise."""
     own = [dial for dial in found.second.dials if dial.kind == OWN]
     what = "dial back"
-    at_home = [dial for dial in own if _host(dial.text) not in found.network.observed]
+    at_home = [dial for dial in own if host_of(dial.text) not in found.network.observed]
     outside = [dial for dial in own if dial not in at_home]
     refused = [dial for dial in at_home if dial.seconds is None]
-    seen = ", ".join(_host(dial.text) for dial in at_home if dial.seconds is not None)
+    seen = ", ".join(host_of(dial.text) for dial in at_home if dial.seconds is not None)
     if refused:
         yield warn(
-            what, f"our daemon does not take {name}'s connection at {', '.join(_host(d.text) for d in refused)}",
+            what, f"our daemon does not take {name}'s connection at {', '.join(host_of(d.text) for d in refused)}",
             refused[0].problem or "no answer in time",
             f"look for a firewall on this machine (sudo nft list ruleset); then: {again(found)}",
         )  # fmt: skip
     elif at_home:
-        back = [_host(dial.text) for dial in outside if dial.seconds is not None]
+        back = [host_of(dial.text) for dial in outside if dial.seconds is not None]
         through = f"; at the router's {back[0]} too" if back else ""
         if outside and not back:
-            through = f"; not at the router's {_host(outside[0].text)}, which from inside many routers refuse"
+            through = f"; not at the router's {host_of(outside[0].text)}, which from inside many routers refuse"
         yield good(what, f"our daemon takes {name}'s connection at {seen}{through}")
 
 
 def _router(found: Findings) -> Iterator[Row]:
     """What a router before this machine does to the ports of connections, by where peers saw py-libp2p's."""
-    seen = [
-        dial for dial in found.second.dials if dial.kind == PEER and dial.local_port and _is_translated(found, dial)
-    ]
+    seen = [dial for dial in found.second.dials if dial.kind == PEER and dial.local_port and is_translated(found, dial)]
     if not seen:
         return
     what = "router"
     outer: dict[int, list[int]] = {}
     for dial in seen:
-        outer.setdefault(dial.local_port, []).append(_port(dial.observed))
+        outer.setdefault(dial.local_port, []).append(port_of(dial.observed))
     told = f"{len(seen)} peer{'' if len(seen) == 1 else 's'}"
     if all(port == inner for inner, ports in outer.items() for port in ports):
         yield good(what, f"keeps the port of a connection, as {told} saw: direct connections can be made")
@@ -156,10 +110,13 @@ def _router(found: Findings) -> Iterator[Row]:
     inner, ports = max(outer.items(), key=lambda item: (len(set(item[1])), len(item[1])))
     shown = f"port {inner} is seen as {', '.join(map(str, sorted(set(ports))[:3]))}"
     if len(set(ports)) > 1:
+        symmetric = f"symmetric: a port here is another one for each peer ({shown})"
+        if is_reachable(found):
+            yield good(what, f"{symmetric}; others get in all the same")
+            return
         yield warn(
-            what, f"symmetric: a port here is another one for each peer ({shown})",
-            "nobody can tell where this machine will be seen: others behind routers reach it through relays only",
-            _way_in(found),
+            what, symmetric, "nobody can tell where this machine will be seen: others behind routers reach it through "
+            "relays only, which spes-join takes by itself", forward(found),
         )  # fmt: skip
     elif len(ports) > 1:
         yield good(what, f"changes the port of a connection, to the same for all: {shown}")
@@ -169,31 +126,3 @@ def _router(found: Findings) -> Iterator[Row]:
             "it may be a symmetric one; two peers at public addresses are needed to tell",
             again(found, "--peer ADDRESS"),
         )  # fmt: skip
-
-
-def _way_in(found: Findings) -> str:
-    relay = next((relay.address for relay in found.network.relays if relay.seconds is not None), "ADDRESS")
-    return f"forward a port of the router to this machine, or: {here(found, homes.JOIN, f'--relay {relay}')}"
-
-
-def translated_hosts(found: Findings) -> list[str]:
-    """The addresses at which peers saw this machine that are none of its own: a router's."""
-    return [*sorted(translated(found))] or [
-        _host(dial.observed) for dial in found.second.dials if dial.kind == PEER and _is_translated(found, dial)
-    ]
-
-
-def _is_translated(found: Findings, dial: DialFound) -> bool:
-    host = _host(dial.observed)
-    own = [address for address in found.network.addresses if address not in found.network.observed]
-    return bool(host) and host != found.network.local and host not in own and not host.startswith("127.")
-
-
-def _host(address: str) -> str:
-    parts = address.split("/")
-    return parts[2] if len(parts) > 2 else ""
-
-
-def _port(address: str) -> int:
-    parts = address.split("/")
-    return int(parts[4]) if len(parts) > 4 and parts[4].isdigit() else 0

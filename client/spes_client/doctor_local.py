@@ -41,6 +41,7 @@ STATUS_SECONDS = 4.0
 """A peer on the same machine that takes longer to answer is stuck."""
 
 _FILES_COUNTED_MAX = 100_000
+_NETWORK_BYTES_LOOKED_AT = 1024
 
 T = TypeVar("T")
 
@@ -81,6 +82,7 @@ def look_home(home: Path, found: HomeFound) -> tuple[RunDir | None, Remembered]:
     """Identity, pin and run of a home; returns its run, if it can be read, and what it remembers of the network."""
     try:
         found.exists = os.path.lexists(home)
+        found.is_file = found.exists and not home.is_dir()
         if found.exists:
             homes.require_directory(home)
     except (UserError, OSError) as error:
@@ -93,10 +95,25 @@ def look_home(home: Path, found: HomeFound) -> tuple[RunDir | None, Remembered]:
         run = joining.open_known(home, None)
     except (IntegrityError, UserError) as error:
         found.run_problem = str(error)
+    if run is not None:
+        found.program = homes.program_of(run.path)
+    found.network_problem = _network_problem(home / NETWORK)
     pid = holder(home)
     if pid is not None:
         found.running = RunningFound(pid=pid)
     return run, recall(home / NETWORK)
+
+
+def _network_problem(path: Path) -> str:
+    """Why nothing is remembered, though there is a file; empty if there is none, or something is in it."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(_NETWORK_BYTES_LOOKED_AT)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if recall(path) != Remembered() or not begin.strip() else "nothing in it is an address"
 
 
 def _look_identity(home: Path, found: HomeFound) -> None:
@@ -161,6 +178,8 @@ def take_status(status: StatusReply, found: RunningFound) -> None:
     found.peer, found.phase, found.round = status.peer_id, status.phase, status.round
     found.trainer, found.waiting, found.last_error = status.trainer, status.waiting, status.last_error
     found.addresses = tuple(status.addresses)
+    found.max_up = status.limit_up_bytes_per_second or None
+    found.max_down = status.limit_down_bytes_per_second or None
     found.members = tuple(member.peer for member in status.members if not member.me)
     found.paths = dict.fromkeys(found.members, "") | {link.peer: link.path for link in status.links}
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import socket
 import struct
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,33 +33,27 @@ from spes_client.doctor_findings import (
     PeerFound,
     RelayFound,
 )
-from spes_client.doctor_judge import is_public
+from spes_client.doctor_judge_reach import is_public
 from spes_client.doctor_local import aside, is_mine, local_address
 from spes_client.doctor_second import Second
-from spes_p2p.core.tensors import tensor_specs
+from spes_client.doctor_transfers import CALL_SECONDS, TIME, Transfers, without_place
 from spes_p2p.crypto.envelope import seal, unseal, unseal_manifest
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.addresses import parse_address
 from spes_p2p.net.libp2p import LibP2P
+from spes_p2p.net.limits import UNLIMITED, Limits, Schedule, minute_now
+from spes_p2p.net.relays import GREETING, gives_address
 from spes_p2p.peer import reach
 from spes_p2p.peer.joining import run_id_of
-from spes_p2p.store.states import Layout
 from spes_p2p.store.versions import other_version
-from spes_protocols.codec import decode, encode
+from spes_protocols.codec import decode
 from spes_protocols.errors import NetworkError, RemoteError, UserError
 from spes_protocols.messages import Presence, Signed
 from spes_protocols.requests import (
     HELLO,
-    LEAVES,
-    LEAVES_MAX,
     MANIFEST,
-    SNAPSHOTS,
     HelloReply,
-    Leaf,
-    LeavesRequest,
-    SnapshotsReply,
 )
-from spes_protocols.types import LEAF_BYTES
 
 if TYPE_CHECKING:
     from spes_protocols.manifest import Manifest
@@ -76,34 +71,30 @@ OWN_MAX = 4
 CALLS = 3
 """Small calls to each peer; their median is told."""
 
-FETCH_BYTES_MAX = 4 * 1024 * 1024
-FETCH_SECONDS = 5.0
-FETCHES_BYTES_MAX = 32 * 1024 * 1024
-"""What all transfers together may take of a line that may be metered."""
-
 DAEMON_SECONDS = 8.0
 RESOLVE_SECONDS = 4.0
 CONNECT_SECONDS = 6.0
-CALL_SECONDS = 4.0
+GREET_SECONDS = 3.0
 RELAY_SECONDS = 9.0
 BACK_SECONDS = 8.0
 
 _HOSTS_MAX = 4
 _PAUSE_SECONDS = 1.0
-_TIME = "time"
-_NOWHERE = "cannot reach "
 
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
     """What is asked: addresses and relays given, and the remembered addresses of the home.
 
-    `clock` gives Unix seconds; `on_manifest` is told the run's manifest once it is known.
+    `max_up` and `max_down` hold for the probes as for the peer that they are made for. `clock` gives Unix seconds;
+    `on_manifest` is told the run's manifest once it is known.
     """
 
     given: tuple[str, ...] = ()
     remembered: tuple[str, ...] = ()
     relays: tuple[str, ...] = ()
+    max_up: Schedule = UNLIMITED
+    max_down: Schedule = UNLIMITED
     clock: Callable[[], float] = time.time
     on_manifest: Callable[[Manifest], None] = lambda manifest: None
 
@@ -133,19 +124,28 @@ def list_addresses(questions: Questions, own_peer: str, found: Findings) -> None
 
 async def probe_network(questions: Questions, found: Findings) -> None:
     """All network probes. Fills in `found`; may be cancelled at any time, and then ends what it started."""
-    with tempfile.TemporaryDirectory(prefix="spes-doctor-", ignore_cleanup_errors=True) as name:
+    net, minute = found.network, minute_now()
+    net.max_up, net.max_down = questions.max_up.rate_at(minute), questions.max_down.rate_at(minute)
+    try:
+        place = tempfile.TemporaryDirectory(prefix="spes-doctor-", ignore_cleanup_errors=True)
+    except OSError as error:
+        what = f"no directory for its files: {error.strerror or error}"
+        net.daemon_problem = f"{what}; make room in {os.environ.get('TMPDIR', '/tmp')}"  # noqa: S108
+        return
+    with place as name:
         began = time.monotonic()
         try:
             async with asyncio.timeout(DAEMON_SECONDS):
-                transport, visitor = await _visitor(Path(name), "visitor")
+                limits = Limits.of(questions.max_up, questions.max_down)
+                transport, visitor = await _visitor(Path(name), "visitor", limits=limits)
         except TimeoutError:
-            found.network.daemon_problem = f"it did not start within {DAEMON_SECONDS:.0f} s"
+            net.daemon_problem = f"it did not start within {DAEMON_SECONDS:.0f} s"
             return
         except (UserError, NetworkError, OSError) as error:
-            found.network.daemon_problem = str(error)
+            net.daemon_problem = str(error)
             return
         try:
-            found.network.daemon_seconds = time.monotonic() - began
+            net.daemon_seconds = time.monotonic() - began
             await _Probes(questions, found, transport, visitor, Path(name)).run()
         finally:
             await transport.close()
@@ -177,7 +177,7 @@ class _Probes:
         self._addresses: set[asyncio.Task[None]] = set()
         self._manifests: dict[str, asyncio.Task[Signed[Manifest] | None]] = {}
         self._left_out: set[str] = set()
-        self._to_fetch = FETCHES_BYTES_MAX
+        self._transfers = Transfers(transport)
         self._second = Second(found.second)
 
     async def run(self) -> None:
@@ -227,7 +227,7 @@ class _Probes:
             await self._transport.connect(multiaddr, timeout_seconds=CONNECT_SECONDS)
             address.connect_seconds = time.monotonic() - began
         except (NetworkError, UserError) as error:
-            address.connect_problem = _without_place(str(error))
+            address.connect_problem = without_place(str(error))
         finally:
             await plain
         if address.connect_seconds is not None:
@@ -287,7 +287,7 @@ class _Probes:
         except NetworkError as error:
             text = str(error)
             address.speaks = False if "protocol" in text and "not supported" in text else None
-            address.run_problem = _without_place(text)
+            address.run_problem = without_place(text)
         return None
 
     # ---- peers -----------------------------------------------------------------------------------------------------
@@ -338,16 +338,16 @@ class _Probes:
             self._spawn(self._peer(known))
 
     async def _peer(self, peer: PeerFound) -> None:
-        """Small calls, how it is connected, its clock, and a short download."""
+        """Small calls, how it is connected, its clock, a short download, and a short upload."""
         best = math.inf
         for number in range(CALLS + 1):
             asked, began = self._questions.clock(), time.monotonic()
             told = b""
             seconds_max = CALL_SECONDS if number else CONNECT_SECONDS
             try:
-                told = await self._transport.call(peer.peer, _TIME, b"", timeout_seconds=seconds_max)
+                told = await self._transport.call(peer.peer, TIME, b"", timeout_seconds=seconds_max)
             except NetworkError as error:
-                peer.problem = self._why_silent(peer, _without_place(str(error)))
+                peer.problem = self._why_silent(peer, without_place(str(error)))
                 if not peer.calls:
                     return
                 break
@@ -364,7 +364,9 @@ class _Probes:
         await self._path(peer)
         if peer.path == DIRECT:
             self._spawn(self._ask_back(peer.peer))
-        await self._fetch(peer)
+        if self._found.manifest is not None:
+            await self._transfers.fetch(peer, self._found.manifest)
+        await self._transfers.send(peer)
         await self._path(peer)  # a hole may have been punched meanwhile
 
     def _why_silent(self, peer: PeerFound, problem: str) -> str:
@@ -386,31 +388,6 @@ class _Probes:
     async def _path(self, peer: PeerFound) -> None:
         with contextlib.suppress(NetworkError):
             peer.path = (await self._transport.links()).get(peer.peer, peer.path)
-
-    async def _fetch(self, peer: PeerFound) -> None:
-        """A bounded part of its newest state, for the rate alone: what comes is not kept and not checked."""
-        manifest = self._found.manifest
-        if manifest is None:
-            return
-        try:
-            reply = await self._transport.call(peer.peer, SNAPSHOTS, b"", timeout_seconds=CALL_SECONDS)
-            rounds = decode(SnapshotsReply, reply, peer=peer.peer).rounds
-        except (NetworkError, RemoteError) as error:
-            peer.fetch_note = f"no download: {_without_place(str(error))}"
-            return
-        if not rounds:
-            peer.fetch_note = "holds no state to fetch"
-            return
-        leaves, size = await aside(lambda: some_leaves(manifest, FETCH_BYTES_MAX))
-        if size > self._to_fetch:
-            peer.fetch_note = "not fetched from: enough was fetched from others"
-            return
-        self._to_fetch -= size
-        request = encode(LeavesRequest(round=rounds[-1], leaves=leaves))
-        chunks = self._transport.stream(
-            peer.peer, LEAVES, request, idle_seconds=FETCH_SECONDS, bytes_max=size
-        )  # fmt: skip
-        await _measure(chunks, peer)
 
     # ---- this machine's place in the network -------------------------------------------------------------------------
 
@@ -470,11 +447,13 @@ class _Probes:
     async def _possible_relays(self) -> Sequence[str]:
         """The run's bootstraps among the addresses that were reached, if this machine seems to need one of them."""
         await self._until_addresses_are_tried()
-        reached = [a for a in self._found.addresses if a.connect_seconds is not None and not a.is_relayed]
-        if is_public(self._found.network.local) or not any(is_public(host) for a in reached for host in a.hosts):
+        if is_public(self._found.network.local):
             return ()
-        doors = {peer.peer for peer in self._found.peers.values() if peer.role in ("bootstrap", "archive")}
-        return [address.text for address in reached if address.peer in doors]
+        doors = {
+            peer.peer for peer in self._found.peers.values() if peer.role == "bootstrap"
+        }  # as `peer.reach` chooses
+        reached = [a for a in self._found.addresses if a.connect_seconds is not None and not a.is_relayed]
+        return [a.text for a in reached if a.peer in doors and gives_address(parse_address(a.text)[0])]
 
     async def _through(self, hidden: LibP2P, relay: RelayFound, address: str, deadline: float) -> None:
         """Connect to the hidden node through a relay, again and again: it takes its place only after it has started."""
@@ -489,21 +468,27 @@ class _Probes:
                 return
             except (NetworkError, UserError) as error:
                 if "a moment ago" not in str(error) or not relay.problem:
-                    relay.problem = _without_place(str(error))
+                    relay.problem = without_place(str(error))
                 if time.monotonic() + _PAUSE_SECONDS > deadline:
                     return
             await asyncio.sleep(_PAUSE_SECONDS)
 
 
 async def _tcp(address: AddressFound, port: int) -> None:
-    """A plain TCP connection to where an address says, as a second opinion on the port."""
+    """A plain TCP connection to where an address says, as a second opinion on the port; and who takes it."""
     for host in address.hosts:
         began = time.monotonic()
         try:
             async with asyncio.timeout(CONNECT_SECONDS / len(address.hosts)):
-                _, writer = await asyncio.open_connection(host, port)
-            writer.close()
+                reader, writer = await asyncio.open_connection(host, port)
             address.tcp_seconds, address.tcp_problem = time.monotonic() - began, ""
+            try:
+                async with asyncio.timeout(GREET_SECONDS):
+                    address.greets = await reader.readexactly(len(GREETING)) == GREETING
+            except (OSError, TimeoutError, asyncio.IncompleteReadError):
+                address.greets = False
+            finally:
+                writer.transport.abort()
             return
         except TimeoutError:
             address.tcp_problem = "no answer on its port"
@@ -516,47 +501,6 @@ def _system_words(error: OSError) -> str:
     return "connection refused" if isinstance(error, ConnectionRefusedError) else text.lower()
 
 
-async def _measure(chunks: AsyncGenerator[bytes, None], peer: PeerFound) -> None:
-    """The rate of a download: from the first bytes on, if more come after them, at most `FETCH_SECONDS`."""
-    began = time.monotonic()
-    first_at, first_bytes, last_at = began, 0, began
-    total = 0
-    try:
-        async with asyncio.timeout(FETCH_SECONDS), contextlib.aclosing(chunks) as pieces:
-            async for chunk in pieces:
-                last_at = time.monotonic()
-                if not total:
-                    first_at, first_bytes = last_at, len(chunk)
-                total += len(chunk)
-    except TimeoutError:
-        last_at = time.monotonic()
-    except (NetworkError, RemoteError) as error:
-        peer.fetch_note = f"the download broke off: {_without_place(str(error))}"
-    if total > first_bytes and last_at > first_at:
-        peer.fetched_bytes, peer.fetched_seconds = total - first_bytes, last_at - first_at
-    elif total:
-        peer.fetched_bytes, peer.fetched_seconds = total, max(last_at - began, 1e-6)
-    elif not peer.fetch_note:
-        peer.fetch_note = f"nothing came for {FETCH_SECONDS:.0f} s"
-
-
-def some_leaves(manifest: Manifest, bytes_max: int) -> tuple[tuple[Leaf, ...], int]:
-    """Leaves of a run's states of at most `bytes_max` in all, and their bytes; as many as one request may name."""
-    specs = tensor_specs(manifest.model, manifest.ownership.groups)
-    layout = Layout.of([(spec.name, spec.shape) for spec in specs])
-    sizes = {
-        Leaf(tensor=number, leaf=leaf): min(LEAF_BYTES, layout.tensors[number].size - leaf * LEAF_BYTES)
-        for number, leaf in layout.leaves()
-    }
-    chosen: list[Leaf] = []
-    total = 0
-    for leaf, size in sorted(sizes.items(), key=lambda item: -item[1]):
-        if total + size <= bytes_max and len(chosen) < LEAVES_MAX:
-            chosen.append(leaf)
-            total += size
-    return tuple(chosen), total
-
-
 def _presences(reply: HelloReply, run_id: bytes) -> Sequence[Signed[Presence]]:
     """The presences of a run in an answer; those that are none are left out."""
     found: list[Signed[Presence]] = []
@@ -566,8 +510,3 @@ def _presences(reply: HelloReply, run_id: bytes) -> Sequence[Signed[Presence]]:
             if signed.record.run_id == run_id:
                 found.append(signed)
     return found
-
-
-def _without_place(text: str) -> str:
-    """An error of the transport without the address or peer that its row names anyway."""
-    return text.partition(": ")[2] if text.startswith(_NOWHERE) else text

@@ -1,27 +1,33 @@
-"""`spes doctor` against real bootstraps: good and bad addresses, a wrong clock, a home whose peer runs, Ctrl-C."""
+"""`spes doctor` against real bootstraps: good and bad addresses, limits, a wrong clock, a peer that runs, Ctrl-C."""
 
 import asyncio
 import contextlib
+import http.server
 import json
+import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from spes_client import doctor, doctor_local, doctor_probes
+from spes_client import doctor, doctor_local, doctor_probes, doctor_transfers
 from spes_client.doctor import examine
 from spes_client.doctor_findings import Findings
 from spes_client.doctor_judge import judge
 from spes_client.doctor_rows import Row
 from spes_client.join import build_parser, options_of
 from spes_p2p.crypto.keys import Identity
+from spes_p2p.net import libp2p, limits
 from spes_p2p.net.daemon import Daemon, DaemonOptions
 from spes_p2p.net.libp2p import LibP2P
+from spes_p2p.net.limits import Lane, Limiter
 from spes_p2p.peer.joining import run_id_of
 from tests.e2e.swarm import Program, Run, Swarm, command_of, descendants, door, expecting_no_orphans, make_run
 from tests.net.helpers import LOOPBACK
@@ -30,10 +36,10 @@ pytestmark = pytest.mark.processes
 
 PATIENT = """
 import sys
-from spes_client import doctor, doctor_probes as probes
+from spes_client import doctor, doctor_probes as probes, doctor_transfers as transfers
 from spes_client.main import main
 doctor.SECONDS_MAX = doctor.HOME_SECONDS = 100.0
-probes.DAEMON_SECONDS = probes.CONNECT_SECONDS = probes.CALL_SECONDS = 60.0
+probes.DAEMON_SECONDS = probes.CONNECT_SECONDS = probes.CALL_SECONDS = transfers.SEND_SECONDS = 60.0
 sys.exit(main())
 """
 """The command on a machine that may be slow: nothing here is about how long it takes."""
@@ -50,8 +56,10 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for what is called in this process."""
     monkeypatch.setattr(doctor, "SECONDS_MAX", 100.0)
     monkeypatch.setattr(doctor, "HOME_SECONDS", 60.0)
-    for name in ("DAEMON_SECONDS", "CALL_SECONDS", "FETCH_SECONDS", "BACK_SECONDS"):
+    for name in ("DAEMON_SECONDS", "CALL_SECONDS", "BACK_SECONDS"):
         monkeypatch.setattr(doctor_probes, name, 60.0)
+    for name in ("FETCH_SECONDS", "SEND_SECONDS", "SEND_SECONDS_LONG"):
+        monkeypatch.setattr(doctor_transfers, name, 60.0)
 
 
 @dataclass(kw_only=True)
@@ -88,6 +96,15 @@ def silent_port() -> Iterator[int]:
 
 
 @contextlib.contextmanager
+def http_port() -> Iterator[int]:
+    """A port where a web server answers."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+@contextlib.contextmanager
 def closed_port() -> Iterator[int]:
     """A port that is taken, and refuses."""
     with socket.socket() as taken:
@@ -99,9 +116,11 @@ def place(port: int, peer: str = "") -> str:
     return f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer or Identity.generate().peer_id}"
 
 
-def looked(home: Path, *peers: str, relays: tuple[str, ...] = (), listen: str = "") -> Findings:
+def looked(
+    home: Path, *peers: str, relays: tuple[str, ...] = (), listen: str = "", more: tuple[str, ...] = ()
+) -> Findings:
     """What is found from a home."""
-    argv = ["--dir", str(home), "--device", "cpu", *([f"--listen={listen}"] if listen else [])]
+    argv = ["--dir", str(home), "--device", "cpu", *more, *([f"--listen={listen}"] if listen else [])]
     options = options_of(build_parser().parse_args(argv))
     return asyncio.run(examine(home, peers, relays, options, is_listen_asked=bool(listen)))
 
@@ -116,12 +135,13 @@ def row(rows: list[Row], text: str) -> Row:
 def test_good_and_bad_addresses(doors: Doors, tmp_path: Path) -> None:
     good, other = door(doors.archive), door(doors.stranger)
     port = int(good.split("/")[4])
-    with silent_port() as silent, closed_port() as dead:
+    with silent_port() as silent, http_port() as web, closed_port() as dead:
         addresses = {
             "good": good,
             "other run": other.partition("#")[0],
             "dead port": place(dead),
             "silent port": place(silent),
+            "web server": place(web),
             "another peer": place(port),
             "no name": f"/dns4/nobody.invalid/tcp/1/p2p/{Identity.generate().peer_id}",
             "garbage": "garbage",
@@ -139,6 +159,8 @@ def test_good_and_bad_addresses(doors: Doors, tmp_path: Path) -> None:
     assert told["dead port"].tcp_problem == "connection refused"
     assert told["silent port"].tcp_seconds is not None
     assert told["silent port"].connect_problem
+    assert told["web server"].connect_problem
+    assert [told[name].greets for name in ("good", "silent port", "web server")] == [True, False, False]
     assert "another peer answers" in told["another peer"].connect_problem
     assert told["no name"].resolve_problem
     assert "is not a peer's address" in told["garbage"].problem
@@ -198,6 +220,7 @@ def test_peers_are_found_and_measured(doors: Doors, tmp_path: Path) -> None:
         assert len(peer.calls) == 3
         assert peer.clock_offset is not None
         assert abs(peer.clock_offset) < 1
+        assert peer.sent_bytes >= doctor_transfers.SEND_BYTES_MIN, peer.send_note
     assert peers["archive"].fetched_bytes > 0
     assert peers["archive"].fetched_seconds > 0
     assert peers["bootstrap"].fetch_note == "holds no state to fetch"
@@ -208,6 +231,37 @@ def test_peers_are_found_and_measured(doors: Doors, tmp_path: Path) -> None:
     assert row(rows, "relay").state == "ok"
     assert row(rows, "from outside").found == "2 of 2 peers got in"
     assert not [each for each in rows if each.state == "problem"], rows
+
+
+def test_what_is_moved_keeps_to_the_limits(doors: Doors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: Counter[Limiter] = Counter()
+
+    class Noting(Limiter):
+        async def take(self, peer: str, count: int, lane: Lane) -> None:
+            await super().take(peer, count, lane)
+            passed[self] += count
+
+    monkeypatch.setattr(limits, "Limiter", Noting)
+    monkeypatch.setattr(libp2p, "is_local", lambda addresses: False)
+    found = looked(tmp_path / "home", door(doors.archive), more=("--max-up=1gbit", "--max-down=500mbit"))
+    down, up = sorted(passed.values())
+    assert down >= sum(peer.fetched_bytes for peer in found.peers.values()) > 0
+    assert up >= sum(peer.sent_bytes for peer in found.peers.values()) > down
+    assert row(judge(found), "download").found.endswith("within the limit of 500 Mbit/s")
+    assert row(judge(found), "upload").found.endswith("within the limit of 1000 Mbit/s")
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run(["unshare", "-rn", "true"], check=False).returncode != 0,
+    reason="no network namespaces here",
+)
+def test_a_machine_without_a_network(doors: Doors, tmp_path: Path) -> None:
+    arguments = ("doctor", "--dir", tmp_path / "home", "--device", "cpu", "--peer", "/ip4/9.9.9.9" + place(1)[14:])
+    program = doors.swarm.start("cut off", "-c", PATIENT, *arguments, "--json", prefix=("unshare", "-rn"))
+    assert program.wait_exit() == 1, program.text
+    rows = {each["check"]: each for each in json.loads(program.text)["rows"]}
+    assert rows["own address"]["found"] == "none towards the internet"
+    assert rows["given"]["found"] == "cannot be reached: network is unreachable"
 
 
 def test_a_relay_that_is_none(doors: Doors, tmp_path: Path) -> None:
