@@ -21,6 +21,7 @@ INDEX = "spes/1/index"
 LEAVES = "spes/1/leaves"
 CLAIMS = "spes/1/claims"
 DIAL_BACK = "spes/1/dial_back"
+HOLDINGS = "spes/1/holdings"
 
 PRESENCES_MAX = 64
 """Presences in one reply to HELLO."""
@@ -45,6 +46,12 @@ LEAVES_MAX = 32
 
 DIAL_PORTS_MAX = 4
 """Ports in one DIAL_BACK request."""
+
+HOLDINGS_MAX = 64
+"""Blobs in one HOLDINGS request."""
+
+SHARE_WHOLE = 255
+"""What `HoldingsReply` says of a blob that is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,3 +146,17 @@ class DialBackReply:
 
     observed: Annotated[str, Size(1, 300)]
     open: Annotated[tuple[Port, ...], Size(0, DIAL_PORTS_MAX + 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoldingsRequest:
+    """Which of these blobs the peer holds."""
+
+    blobs: Annotated[tuple[Digest, ...], Size(1, HOLDINGS_MAX)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoldingsReply:
+    """A byte for each blob asked for: 0 not there, 255 there, 1 to 254 on its way, more where more has come."""
+
+    shares: Annotated[bytes, Size(1, HOLDINGS_MAX)]

@@ -40,6 +40,7 @@ DIAL = _deadline(
     4.0,
     "connecting before a call, a lost packet or two; the call itself dials once more",
     "clock",
+    "holdings",
     "hello",
     "ask",
     "push",
@@ -48,6 +49,7 @@ DIAL = _deadline(
     "blob idle",
 )
 CLOCK = _deadline("clock", 5.0, "a late answer says nothing of a clock")
+HOLDINGS = _deadline("holdings", 5.0, "a small answer, and the next is asked for in 2 s", "request", "handler")
 HELLO = _deadline("hello", 8.0, "a greeting is small, and the next is due in 15 s", "request", "handler")
 ASK = _deadline("ask", 8.0, "a commit of a few waits for the others' word", "request", "handler")
 PUSH = _deadline("push", 10.0, "a proposal of a large run at the slowest line allowed", "request", "handler")

@@ -154,6 +154,7 @@ class Peer:
                 claims=lambda: [claim.raw for claim in self.shell.participant.claims()],
                 on_leaves=self.retention.asked_for,
             )  # fmt: skip
+            self.syncer.exchange.serve()
             self.events.started(self.options.role, self.chain.head)
             await self.control.start()
             if not await self._unless_left(self._join(peers)):

@@ -24,7 +24,8 @@ from spes_p2p.net.blobs import fetch_blob
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer import snapshots
 from spes_p2p.peer.contacts import Contacts
-from spes_p2p.peer.holders import LANES, LANES_SLOW, Seen, in_order, is_slow, rarest_first, rival
+from spes_p2p.peer.exchange import Exchange, Gathering, share_of
+from spes_p2p.peer.holders import Seen, in_order, rival
 from spes_p2p.peer.meter import Meter
 from spes_p2p.peer.recorder import SILENT, Recorder
 from spes_p2p.peer.retention import counted_sections
@@ -36,7 +37,7 @@ from spes_p2p.store.states import StateStore
 from spes_protocols.errors import IntegrityError, NetworkError, RemoteError, SpesError
 from spes_protocols.manifest import Manifest
 from spes_protocols.messages import Section
-from spes_protocols.requests import SNAPSHOTS_MAX
+from spes_protocols.requests import SHARE_WHOLE, SNAPSHOTS_MAX
 
 CALL_SECONDS = timeouts.CALL
 Report = snapshots.Report
@@ -97,7 +98,9 @@ class Syncer:
         self._tidy = tidy
         self._under_way: dict[bytes, asyncio.Lock] = {}
         self._wanted: Counter[bytes] = Counter()
+        self._arriving: dict[bytes, Section] = {}
         self.seen = Seen()
+        self.exchange = Exchange(transport, contacts, self.seen, self._shares)
         self.meter = Meter()
         self._snapshots = Snapshots(
             transport, contacts, chain, states, self.meter, report=report, log=log, events=events
@@ -125,18 +128,22 @@ class Syncer:
     async def _fetch_recorded(self, section: Section, sender: str, deadline: float) -> None:
         since = time.monotonic()
         self._events.blob_asked(section, sender)
+        self._arriving[section.blob] = section
         try:
             holders = await self._fetch(section, sender, deadline)
         except SpesError as error:
             self._events.blob_failed(section, sender, since, error)
             raise
+        finally:
+            del self._arriving[section.blob]
         self._events.blob_came(section, sender, holders, since)
 
     async def _fetch(self, section: Section, sender: str, deadline: float) -> list[str]:
         """The peers that the right blob came from, none if it was here already but for its digest."""
         suspects: set[str] = set()
         for number in range(BLOB_TRIES):
-            guide = _Guide(self.seen, self._contacts, section.blob, suspects | {self._transport.peer_id})
+            not_asked = suspects | {self._transport.peer_id}
+            guide = _Guide(self.seen, self._contacts, self.exchange, section.blob, not_asked)
             holders = [peer for peer in guide.in_order(sender) if peer not in guide.not_asked]
             if number == BLOB_TRIES - 1 and sender in suspects:
                 holders = [sender]  # it may have been somebody else's bytes that were wrong before
@@ -187,8 +194,7 @@ class Syncer:
     async def blobs(self, sections: Sequence[tuple[str, Section]], deadline: float) -> None:
         """Have all of these (sender, section) in the store. Raises the first failure once all have ended.
 
-        Of each sender some at a time, the rarest first: fewer of one that is slow, so that each of us has another part
-        of what it made to pass on.
+        Of each sender some at a time, the rarest first: of one that is slow, what nobody else has or fetches.
         """
         by_sender: dict[str, list[Section]] = {}
         authors: dict[bytes, set[str]] = {}
@@ -206,19 +212,30 @@ class Syncer:
     async def _blobs_from(
         self, sender: str, sections: Sequence[Section], known: Mapping[bytes, int], deadline: float
     ) -> None:
-        fetchers = [peer for peer in self._contacts.volunteers() if peer != sender]
-        order = rarest_first([section.blob for section in sections], known, self._transport.peer_id, fetchers)
-        named = {section.blob: section for section in sections}
-        places = asyncio.Semaphore(LANES_SLOW if is_slow(sender, self.seen.rates) else LANES)
+        gathering = Gathering(
+            sender,
+            sections,
+            self.exchange,
+            self.seen,
+            self._transport.peer_id,
+            authors=known,
+            fetchers=[peer for peer in self._contacts.volunteers() if peer != sender],
+            fetch=lambda section: self.blob(section, sender, deadline),
+            share=lambda section: share_of(self._partial_bytes(section), section.size),
+            deadline=deadline,
+        )
+        await gathering.run()
 
-        async def one(section: Section) -> None:
-            async with places:
-                await self.blob(section, sender, deadline)
-
-        fetches = (one(named[blob]) for blob in order)
-        for problem in await asyncio.gather(*fetches, return_exceptions=True):
-            if problem is not None:
-                raise problem
+    def _shares(self, blobs: Sequence[bytes]) -> bytes:
+        """What others are told that ask for these; runs in a thread."""
+        shares = []
+        for blob in blobs:
+            arriving = self._arriving.get(blob)
+            if self._blobs.has(blob):
+                shares.append(SHARE_WHOLE)
+            else:
+                shares.append(0 if arriving is None else share_of(self._partial_bytes(arriving), arriving.size))
+        return bytes(shares)
 
     # ---- the state ---------------------------------------------------------------------------------------------
 
@@ -404,9 +421,10 @@ class Syncer:
 class _Guide:
     """What is known of the holders of one blob, for `fetch_blob`."""
 
-    def __init__(self, seen: Seen, contacts: Contacts, blob: bytes, not_asked: set[str]) -> None:
+    def __init__(self, seen: Seen, contacts: Contacts, exchange: Exchange, blob: bytes, not_asked: set[str]) -> None:
         self._seen = seen
         self._contacts = contacts
+        self._exchange = exchange
         self._blob = blob
         self.not_asked = not_asked
 
@@ -416,18 +434,23 @@ class _Guide:
         return others
 
     def in_order(self, author: str) -> list[str]:
-        return in_order(author, self._others(), self._seen.rates, self._seen.last(self._blob))
+        return in_order(author, self._others(), self._seen.rates, self._seen.last(self._blob), self._holding())
+
+    def _holding(self) -> set[str]:
+        return {peer for peer, share in self._exchange.told(self._blob).items() if share == SHARE_WHOLE}
 
     def came(self, holder: str, count: int, seconds: float) -> None:
         self._seen.came(holder, count, seconds)
 
     def failed(self, holder: str, error: NetworkError | RemoteError) -> None:
-        if isinstance(error, RemoteError) and error.check == "not_held":
+        is_lacking = isinstance(error, RemoteError) and error.check == "not_held"
+        if is_lacking and holder not in self._holding():
             self._seen.lacks(holder, self._blob)
         else:
             self._seen.failed(holder)
 
     def rival(self, holder: str, rate: float) -> str | None:
+        self._seen.looked(holder, rate)
         last = self._seen.last(self._blob) | self.not_asked
         return rival(holder, rate, self._others(), self._seen.rates, last)
 

@@ -23,6 +23,7 @@ from tests.net.transfers import problems_of, soak
 RATE = 400_000.0
 SECTION_BYTES = 200_000
 SECTIONS = 6
+ASK_SECONDS = 0.1
 
 
 def test_transfers_whose_streams_break_arrive_intact_and_leave_nothing_open(tmp_path: Path) -> None:
@@ -107,6 +108,8 @@ def member(net: Net, node: Node) -> tuple[Syncer, BlobStore]:
         nothing, node.transport, contacts, nothing, nothing, store, nothing,
         report=lambda text, share: None, log=lambda line: None,
     )  # fmt: skip
+    syncer.exchange.ask_seconds = ASK_SECONDS
+    syncer.exchange.serve()
     return syncer, store
 
 
@@ -147,3 +150,31 @@ async def test_a_slow_member_sends_what_it_made_about_once_and_holds_up_nothing_
     part = SECTIONS * SECTION_BYTES
     assert slow.transport.bytes_up < 2.5 * part, "not once for each of three"
     assert all(node.transport.bytes_up > 0 for node in nodes[2:])
+
+
+@net_test
+async def test_one_blob_of_a_slow_member_crosses_its_line_once(net: Net) -> None:
+    gate = asyncio.Event()
+    slow = await net.node(limits=gated(gate))
+    address = await slow.address()
+    nodes = [await net.node([address]) for _ in range(3)]
+    for node in nodes:
+        for other in nodes:
+            node.transport.add_address(other.peer_id, [await other.address()])
+    author, members = member(net, slow), [member(net, node) for node in nodes]
+    blob = os.urandom(1_500_000)
+    section = Section(name="shared", codec="f32", blob=author[1].put(blob), size=len(blob))
+    fetching: list[Awaitable[None]] = []
+    for syncer, _ in members:
+        for other in nodes:
+            syncer.seen.came(other.peer_id, 1_000_000, 1.0)
+        syncer.seen.came(slow.peer_id, 100_000, 10.0)
+        fetching.append(asyncio.create_task(syncer.blobs([(slow.peer_id, section)], time.monotonic() + 50.0)))
+    # Nothing comes but the line's burst until they have made out among themselves who fetches it.
+    syncers = [syncer for syncer, _ in members]
+    await until(lambda: all(s.exchange.told(section.blob) for s in syncers if section.blob not in s._arriving))
+    await until(lambda: sum(section.blob in syncer._arriving for syncer in syncers) == 1)
+    gate.set()
+    await asyncio.gather(*fetching)
+    assert all(store.has(section.blob) for _, store in members)
+    assert slow.transport.bytes_up < 1.5 * len(blob)
