@@ -15,9 +15,9 @@ from typing import Protocol
 from spes_p2p.net.relays import has_place
 from spes_protocols.errors import NetworkError, RemoteError
 
-TRIES = 2
-PUNCH_SECONDS = 4.0
-"""How long a hole may take after a relayed connection was made; most take some round trips."""
+PUNCH_SECONDS = 20.0
+"""How long a hole may take after a relayed connection was made. Most take some round trips; but libp2p first dials for
+5 s what it takes for a public address, and then tries three times, 5 s each: cut before, it tries no more."""
 
 RESERVE_SECONDS = 30.0
 """How long a relay may take to reserve a place."""
@@ -57,24 +57,22 @@ async def make_direct(
     peer: str,
     reconnect: Callable[[], Awaitable[object]],
     *,
-    tries: int = TRIES,
     seconds: float = PUNCH_SECONDS,
-    may_cut: Callable[[], bool] = lambda: True,
+    may_cut: Callable[[], Awaitable[bool]] | None = None,
 ) -> bool:
-    """Whether the connection to a peer is a direct one in the end; after `tries` it stays on its relay.
+    """Whether the connection to a peer is a direct one in the end; where no hole can be punched it stays on its relay.
 
     `reconnect` makes it anew, by any call to the peer. Where `may_cut` says no, the connection is left as it is. Takes
-    about tries * (seconds + 15 s) at most. Raises `NetworkError` if the daemon does not answer.
+    about `seconds` + 15 s at most, and what `may_cut` takes. Raises `NetworkError` if the daemon does not answer.
     """
-    for _ in range(tries):
-        if await _is_direct(transport, peer, seconds):
-            return True
-        if not may_cut():
-            return False
-        await transport.disconnect(peer)
-        with contextlib.suppress(NetworkError, RemoteError, TimeoutError):
-            async with asyncio.timeout(_CONNECT_SECONDS):
-                await reconnect()
+    if await _is_direct(transport, peer, 0.0):
+        return True
+    if may_cut is not None and not await may_cut():
+        return False
+    await transport.disconnect(peer)
+    with contextlib.suppress(NetworkError, RemoteError, TimeoutError):
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            await reconnect()
     return await _is_direct(transport, peer, seconds)
 
 

@@ -20,6 +20,7 @@ RELAYS = 4
 """A peer behind a router learns its outer address from so many others before it believes it."""
 
 BYTES = 2 * 1024 * 1024
+STRAIGHTEN_TRIES = 2
 START_SECONDS = 120.0
 ANSWER_SECONDS = 120.0
 
@@ -123,7 +124,7 @@ class Neighbourhood:
             one.ask(do="know", peer=other.peer, addresses=other.addresses)
         tries = [asking.ask(do="reach", peer=asked.peer), asked.ask(do="reach", peer=asking.peer)]
         first = asking.ask(do="fetch", peer=asked.peer, bytes=BYTES)
-        for one, other in ((asking, asked), (asked, asking)):
+        for one, other in ((asking, asked), (asked, asking)) * STRAIGHTEN_TRIES:
             if one.ask(do="straighten", peer=other.peer).get("path") == "direct":
                 break
         result = asking.ask(do="fetch", peer=asked.peer, bytes=BYTES)

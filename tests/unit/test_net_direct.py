@@ -15,6 +15,7 @@ class Line:
         self._direct_at = direct_at
         self.made = 1
         self.is_open = True
+        self.answers = True
 
     async def links(self) -> dict[str, str]:
         if not self.is_open:
@@ -26,15 +27,14 @@ class Line:
         self.is_open = False
 
     async def reconnect(self) -> None:
-        if self.made == 2:  # at first nobody answers
-            self.made += 1
+        if not self.answers:
             raise NetworkError("cannot reach p")
         self.made, self.is_open = self.made + 1, True
 
 
-def made_direct(direct_at: int | None, tries: int = 3) -> tuple[bool, Line]:
+def made_direct(direct_at: int | None) -> tuple[bool, Line]:
     line = Line(direct_at)
-    return asyncio.run(make_direct(line, "p", line.reconnect, tries=tries, seconds=0.0)), line
+    return asyncio.run(make_direct(line, "p", line.reconnect, seconds=0.0)), line
 
 
 def test_a_direct_connection_is_left_alone() -> None:
@@ -42,17 +42,26 @@ def test_a_direct_connection_is_left_alone() -> None:
     assert is_direct and line.made == 1
 
 
-def test_a_relayed_one_is_made_anew_until_it_is_direct_also_after_one_that_fails() -> None:
-    is_direct, line = made_direct(4)
-    assert is_direct and line.made == 4 and line.is_open
+def test_a_relayed_one_is_made_anew() -> None:
+    is_direct, line = made_direct(2)
+    assert is_direct and line.made == 2 and line.is_open
 
 
-def test_one_that_is_used_is_not_cut() -> None:
+def test_one_that_stays_on_its_relay_stays_open() -> None:
+    is_direct, line = made_direct(None)
+    assert not is_direct and line.made == 2 and line.is_open
+
+
+def test_one_to_a_peer_that_does_not_answer_then_is_no_error() -> None:
+    line = Line(None)
+    line.answers = False
+    assert not asyncio.run(make_direct(line, "p", line.reconnect, seconds=0.0))
+
+
+def test_one_that_may_not_be_cut_is_left_as_it_is() -> None:
+    async def never() -> bool:
+        return False
+
     line = Line(2)
-    assert not asyncio.run(make_direct(line, "p", line.reconnect, seconds=0.0, may_cut=lambda: False))
+    assert not asyncio.run(make_direct(line, "p", line.reconnect, seconds=0.0, may_cut=never))
     assert line.made == 1 and line.is_open
-
-
-def test_one_that_stays_on_its_relay_is_given_up_after_the_tries_and_stays_open() -> None:
-    is_direct, line = made_direct(None, tries=4)
-    assert not is_direct and line.made == 5 and line.is_open
