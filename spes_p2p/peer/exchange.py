@@ -217,7 +217,7 @@ class Gathering:
             self._start(blob, from_author=blob in from_author)
         for blob in self._left - self._running.keys():
             if blob not in self._patient_until and any(told[blob].values()):
-                rate, size = self._seen.rates[self._author], self._sections[blob].size
+                rate, size = self._seen.rates.get(self._author, 0.0), self._sections[blob].size
                 self._patient_until[blob] = now + wait_seconds_max(size, rate, self._deadline - now)
 
     def _told(self, blob: bytes) -> dict[str, int]:
@@ -244,8 +244,7 @@ class Gathering:
         tasks = [self._running[blob] for blob in blobs]
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for blob, task in zip(blobs, tasks, strict=True):
             if task.cancelled():
                 del self._running[blob]

@@ -12,16 +12,26 @@ from typing import cast
 import pytest
 
 from spes_p2p.crypto.keys import Identity
-from spes_p2p.net.blobs import CHUNK_BYTES, fetch_blob, serve_blobs
+from spes_p2p.net.blobs import CHUNK_BYTES, BlobRange, fetch_blob, serve_blobs
 from spes_p2p.peer import leaves as crews
 from spes_p2p.peer.contacts import Contacts
+from spes_p2p.peer.holders import Seen
 from spes_p2p.peer.sync import Syncer
 from spes_p2p.peer.worker import Worker
 from spes_p2p.store.blobs import BlobStore
 from spes_p2p.store.states import StateStore
 from spes_protocols.codec import decode, encode, sha256
 from spes_protocols.errors import NetworkError, RemoteError
-from spes_protocols.requests import INDEX, LEAVES, SNAPSHOTS, LeavesRequest, SnapshotsReply
+from spes_protocols.requests import (
+    HOLDINGS,
+    INDEX,
+    LEAVES,
+    SHARE_WHOLE,
+    SNAPSHOTS,
+    HoldingsReply,
+    LeavesRequest,
+    SnapshotsReply,
+)
 from tests.unit.hostile_support import MemoryTransport
 from tests.unit.log_support import ADA, BOB, EVE, RunLog
 
@@ -116,6 +126,48 @@ def test_a_sender_with_the_wrong_bytes_is_not_asked_again_and_again(tmp_path: Pa
         serve_blobs(bad, lambda digest, offset, length: bytes(length))
         await syncer.blob(section, EVE.peer_id, time.monotonic() + 20.0)
         assert syncer._blobs.path(section.blob).read_bytes() == log.blobs.path(section.blob).read_bytes()
+
+    asyncio.run(whole())
+
+
+def test_who_says_to_have_a_slow_authors_blob_and_does_not_give_it_is_not_asked_again(
+    tmp_path: Path, log: RunLog
+) -> None:
+    async def whole() -> None:
+        network: dict[str, MemoryTransport] = {}
+        syncer = make_syncer(log, tmp_path, network, [])
+        syncer.exchange.ask_seconds = 0.05
+        section = log.section("shared")
+        author, liar = MemoryTransport(network, ADA), MemoryTransport(network, EVE)
+        syncer.seen.came(ADA.peer_id, 100_000, 100.0)
+        syncer.seen.came(EVE.peer_id, 1_000_000, 1.0)
+        found_out = asyncio.Event()
+
+        async def boast(sender: str, request: bytes) -> bytes:
+            return encode(HoldingsReply(shares=bytes([SHARE_WHOLE])))
+
+        async def refuse(sender: str, request: bytes) -> AsyncIterator[bytes]:
+            raise RemoteError("not_held", "")
+            yield b""
+
+        async def give(sender: str, request: bytes) -> AsyncIterator[bytes]:
+            await found_out.wait()
+            wanted = decode(BlobRange, request)
+            for start in range(wanted.offset, wanted.offset + wanted.length, CHUNK_BYTES):
+                end = min(start + CHUNK_BYTES, wanted.offset + wanted.length)
+                yield log.blobs.read_range(wanted.blob, start, end - start) or b""
+
+        def failed(peer: str) -> None:
+            Seen.failed(syncer.seen, peer)
+            found_out.set()
+
+        syncer.seen.failed = failed  # type: ignore[method-assign]
+        liar.handle(HOLDINGS, boast)
+        liar.handle_stream("blob", refuse)
+        author.handle_stream("blob", give)
+        await syncer.blobs([(ADA.peer_id, section)], time.monotonic() + 20.0)
+        assert syncer._blobs.has(section.blob)
+        assert syncer.seen.failed_lately() == {EVE.peer_id}
 
     asyncio.run(whole())
 
