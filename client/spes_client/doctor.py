@@ -66,6 +66,7 @@ def register(subparsers: Any) -> None:
     ui.flag(parser, "--cache", type=ui.whole_number(1, 1_000_000), metavar="GIB", help="disk for data, as spes-join")
     for way in ("up", "down"):
         ui.flag(parser, f"--max-{way}", metavar="RATE", help="limit that the probes keep to as well, as spes-join")
+    parser.add_argument("--no-port-map", action="store_true", help="do not ask the router for a port, as spes-join")
     parser.add_argument(
         "--install-prober", action="store_true",
         help="install py-libp2p for a second opinion on the network, in an environment of its own, and end",
@@ -112,16 +113,17 @@ def _options(args: argparse.Namespace, home: Path) -> PeerOptions:
     """What `spes-join` would start with: the same flags, read by its own parser."""
     from spes_client import join
 
-    flags = [f"{name}={value}" for name, value in _flags(args)]
+    flags = [f"{name}={value}" if value else name for name, value in _flags(args)]
     return join.options_of(join.build_parser().parse_args([f"--dir={home}", *flags]))
 
 
 def _flags(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
-    """The flags that `spes-join` has too, but --dir and --peer."""
+    """The flags that `spes-join` has too, but --dir and --peer; one that takes no value with an empty one."""
     given = [("--listen", address) for address in args.listen or ()]
     given += [("--relay", address) for address in args.relay or ()]
     values = [("--" + name.replace("_", "-"), getattr(args, name)) for name in _JOINS]
-    return (*given, *((name, str(value)) for name, value in values if value is not None))
+    switches = [("--no-port-map", "")] if args.no_port_map else []
+    return (*given, *((name, str(value)) for name, value in values if value is not None), *switches)
 
 
 async def examine(
@@ -208,6 +210,7 @@ def _work(
     max_up, max_down = _limits(found, options)
     questions = Questions(
         given=tuple(peers), remembered=remembered.peers, relays=tuple(relays), max_up=max_up, max_down=max_down,
+        port_map=options.port_map and found.running is None,
         clock=clock, on_manifest=lambda manifest: settled.set(),
     )  # fmt: skip
     list_addresses(questions, found.home_found.peer, found)

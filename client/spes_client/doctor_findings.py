@@ -196,8 +196,9 @@ class NetworkFound:
     """What the probes' own network daemon saw. `local`: the address that this machine has towards the internet.
 
     `addresses` are hosts without ports of the probing node, `observed` those of them that no interface here has; it
-    listens on `ports`. `dialled_back` is what peers say who were asked to open a connection to it. `max_up` and
-    `max_down` are the limits, in bytes per second, that the probes kept to beyond the LAN.
+    listens on `ports`, and its router passes on `mapped` as it was asked to. `dialled_back` is what peers say who were
+    asked to open a connection to it. `max_up` and `max_down` are the limits, in bytes per second, that the probes kept
+    to beyond the LAN.
     """
 
     daemon_seconds: float | None = None
@@ -207,6 +208,7 @@ class NetworkFound:
     addresses: tuple[str, ...] = ()
     observed: tuple[str, ...] = ()
     ports: tuple[int, ...] = ()
+    mapped: tuple[int, ...] = ()
     dialled_back: list[Answer] = field(default_factory=list)
     relays: list[RelayFound] = field(default_factory=list)
     max_up: float | None = None

@@ -23,7 +23,7 @@ def verdict_of(found: Findings) -> Verdict:
     """How this machine is reached, judged as the peer itself would; of kind UNKNOWN where nobody told."""
     net = found.network
     own = {answer.ip for answer in net.dialled_back if answer.ip not in translated(found)}
-    return judge(own, net.ports, net.dialled_back)
+    return judge(own, net.ports, net.dialled_back, mapped=net.mapped)
 
 
 def is_reachable(found: Findings) -> bool:
@@ -34,9 +34,10 @@ def is_reachable(found: Findings) -> bool:
 def forward(found: Findings) -> str:
     """What to do for direct connections behind a router, and the command that goes with it."""
     port = next((value.rpartition("/")[2] for name, value in found.flags if name == "--listen"), "0")
-    if port.isdigit() and int(port):
-        return f"for direct connections forward TCP port {port} of the router to this machine: {join(found)}"
-    return f"for direct connections forward TCP port 4001 of the router to this machine: {join(found, _LISTEN_FLAG)}"
+    is_chosen = port.isdigit() and int(port)
+    command = join(found) if is_chosen else join(found, _LISTEN_FLAG)
+    what = f"turn on UPnP in the router, or forward its TCP port {port if is_chosen else '4001'} to this machine"
+    return f"for direct connections {what}: {command}"
 
 
 _LISTEN_FLAG = f"--listen {LISTEN}"
@@ -117,8 +118,10 @@ def _from_outside(found: Findings) -> Iterator[Row]:
     told = f"{sum(bool(a.open) for a in net.dialled_back)} of {len(net.dialled_back)} peers got in"
     if verdict.kind is Kind.PUBLIC:
         yield good(what, told)
-    elif verdict.kind in (Kind.FORWARDED, Kind.MAPPED):
+    elif verdict.kind is Kind.FORWARDED:
         yield good(what, f"{told}, through the router at {verdict.address}")
+    elif verdict.kind is Kind.MAPPED:
+        yield good(what, f"{told}, through the router, which was asked for a port: {verdict.address}")
     elif not verdict.needs_relay:
         yield unclear(what, told, "what they say does not fit together", f"in a minute: {again(found)}")
     elif not _relays_work(found):

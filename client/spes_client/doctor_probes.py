@@ -86,8 +86,8 @@ _PAUSE_SECONDS = 1.0
 class Questions:
     """What is asked: addresses and relays given, and the remembered addresses of the home.
 
-    `max_up` and `max_down` hold for the probes as for the peer that they are made for. `clock` gives Unix seconds;
-    `on_manifest` is told the run's manifest once it is known.
+    `max_up` and `max_down` hold for the probes as for the peer that they are made for; with `port_map` they ask the
+    router for a port, as it would. `clock` gives Unix seconds; `on_manifest` is told the run's manifest once known.
     """
 
     given: tuple[str, ...] = ()
@@ -95,6 +95,7 @@ class Questions:
     relays: tuple[str, ...] = ()
     max_up: Schedule = UNLIMITED
     max_down: Schedule = UNLIMITED
+    port_map: bool = False
     clock: Callable[[], float] = time.time
     on_manifest: Callable[[Manifest], None] = lambda manifest: None
 
@@ -137,7 +138,7 @@ async def probe_network(questions: Questions, found: Findings) -> None:
         try:
             async with asyncio.timeout(DAEMON_SECONDS):
                 limits = Limits.of(questions.max_up, questions.max_down)
-                transport, visitor = await _visitor(Path(name), "visitor", limits=limits)
+                transport, visitor = await _visitor(Path(name), "visitor", limits=limits, port_map=questions.port_map)
         except TimeoutError:
             net.daemon_problem = f"it did not start within {DAEMON_SECONDS:.0f} s"
             return
@@ -378,10 +379,13 @@ class _Probes:
         """Have a peer open a connection to here; there is no answer from older ones, nor from those asked too often."""
         net = self._found.network
         net.ports = tuple(self._transport.daemon.ports)
+        if any(is_public(address.split("/")[2]) for address in self._found.peers[peer].addresses):
+            with contextlib.suppress(NetworkError):  # what others see within this network is no router's matter
+                net.mapped = await reach.mapped_ports(self._transport.daemon)
         if len(net.dialled_back) < reach.ASKED_MAX:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BACK_SECONDS):
-                    answer = await reach.ask(self._transport, peer, net.ports)
+                    answer = await reach.ask(self._transport, peer, (*net.mapped, *net.ports))
                     if answer is not None:
                         net.dialled_back.append(answer)
 

@@ -86,7 +86,7 @@ class Transfers:
                     await self._transport.call(peer.peer, TIME, payload, timeout_seconds=SEND_SECONDS)
                     seconds = time.monotonic() - began
                     peer.sent_bytes, peer.sent_at = size, began
-                    peer.sent_seconds = max(seconds - shortest, seconds / 10, 1e-6)
+                    peer.sent_seconds = max(seconds - shortest, seconds / 2, 1e-6)
                     if seconds > SEND_SECONDS_LONG:
                         return
                     size *= 2

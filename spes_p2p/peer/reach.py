@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
 from spes_p2p.net.addresses import parse_address
+from spes_p2p.net.daemon import Daemon
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.net.reachability import Answer, Kind, Verdict, end_of, judge
 from spes_p2p.net.relays import gives_address, greets, has_place
@@ -128,6 +129,20 @@ def is_own(ip: str) -> bool:
     return True
 
 
+async def mapped_ports(daemon: Daemon) -> tuple[int, ...]:
+    """Ports that the router passes on as it was asked to, waiting until that can be told: it takes some seconds.
+
+    Raises `NetworkError`.
+    """
+    while True:
+        ends = [end_of(address) for address in await daemon.own_addresses()]
+        public = [end for end in ends if end is not None and ipaddress.ip_address(end[0]).is_global]
+        mapped = tuple(port for ip, port in public if port not in daemon.ports and not is_own(ip))
+        if mapped or not daemon.map_seconds or any(is_own(ip) for ip, _ in public):
+            return mapped[:MAPPED_MAX]
+        await asyncio.sleep(MAP_LOOK_SECONDS)
+
+
 class Reach:
     """How one peer is reached, and what is done about it."""
 
@@ -185,7 +200,7 @@ class Reach:
             return False
 
     async def _judged(self) -> Verdict:
-        mapped = await self._mapped_ports()
+        mapped = await mapped_ports(self._transport.daemon)
         links = await self._transport.links()
         direct = [peer for peer, way in links.items() if way == "direct"]
         _chance.shuffle(direct)
@@ -195,17 +210,6 @@ class Reach:
         found = await asyncio.gather(*(ask(self._transport, peer, asked) for peer in direct[:ASKED_MAX]))
         answers = [answer for answer in found if answer is not None]
         return judge({answer.ip for answer in answers if is_own(answer.ip)}, ports, answers, mapped=mapped)
-
-    async def _mapped_ports(self) -> tuple[int, ...]:
-        """Ports that the router passes on as it was asked to, waiting until that can be told: it takes some seconds."""
-        daemon = self._transport.daemon
-        while True:
-            ends = [end_of(address) for address in await daemon.own_addresses()]
-            public = [end for end in ends if end is not None and ipaddress.ip_address(end[0]).is_global]
-            mapped = tuple(port for ip, port in public if port not in daemon.ports and not is_own(ip))
-            if mapped or not daemon.map_seconds or any(is_own(ip) for ip, _ in public):
-                return mapped[:MAPPED_MAX]
-            await asyncio.sleep(MAP_LOOK_SECONDS)
 
     async def _act(self, verdict: Verdict) -> bool:
         before, self.verdict, self._doubt = self.verdict, verdict, None

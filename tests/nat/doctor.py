@@ -1,5 +1,6 @@
 """`python -m tests.nat.doctor KIND [FLAG...]`: what `spes doctor` prints for a volunteer behind a router of that kind.
 
+Also of the kind `mapping`: a symmetric one that opens ports when asked.
 An internet of namespaces with the bootstraps of a real run, one of them an archive; `spes doctor` is given their
 addresses. Further words are flags of it. Exit code: its own, or 77 where there can be no namespaces.
 """
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.chaos import cage
-from tests.nat import world
+from tests.nat import mapping, world
 
 EXIT_NO_NAMESPACES = 77
 _PATIENT = """
@@ -26,6 +27,7 @@ sys.exit(main())
 """
 """The command on a machine that may be slow: nothing here is about how long it takes."""
 
+MAPPING = "mapping"
 BOOTSTRAPS = 4
 """A peer behind a router learns its outer address from so many others before it believes it."""
 
@@ -33,8 +35,8 @@ BOOTSTRAPS = 4
 def main(argv: Sequence[str]) -> int:
     """Build, ask, print."""
     kind, *flags = argv or ("symmetric",)
-    if kind not in world.KINDS:
-        print(f"no kind {kind}; there are {', '.join(world.KINDS)}", file=sys.stderr)
+    if kind not in (*world.KINDS, MAPPING):
+        print(f"no kind {kind}; there are {', '.join((*world.KINDS, MAPPING))}", file=sys.stderr)
         return 2
     reason = world.obstacle() or cage.obstacle()
     if reason:
@@ -62,12 +64,16 @@ def _ask(kind: str, flags: Sequence[str], folder: Path) -> int:
         for boot in bootstraps:
             boot.wait_line("up to date")
         peers = [word for boot in bootstraps for word in ("--peer", door(boot))]
-        home = internet.home(kind, "volunteer")
+        home = internet.home("symmetric" if kind == MAPPING else kind, "volunteer")
+        gateway = mapping.gateway_on(internet.boxes["volunteer"]) if kind == MAPPING else None
         os.environ["SPES_HOME"] = str(folder / "home")
         arguments = ("doctor", "--device", "cpu", *peers, *flags)
         doctor: Program = swarm.start("doctor", "-c", _PATIENT, *arguments, prefix=home.prefix)
         code = doctor.wait_exit()
         print(doctor.text)
+        if gateway is not None:
+            gateway.kill()
+            gateway.wait()
         return code
 
 

@@ -67,7 +67,7 @@ def _try(folder: Path, *, answers: bool) -> dict[str, Any]:
     stranger = Place(internet.public("stranger"))
     home = Place(internet.home("symmetric", "volunteer"))
     box = internet.boxes["volunteer"]
-    gateway = _gateway(box) if answers else None
+    gateway = gateway_on(box) if answers else None
     open_ones: list[tuple[Place, Any]] = []
     try:
         for place in helpers:
@@ -91,7 +91,8 @@ def _try(folder: Path, *, answers: bool) -> dict[str, Any]:
             gateway.wait()
 
 
-def _gateway(box: world.Host) -> subprocess.Popen[str]:
+def gateway_on(box: world.Host) -> subprocess.Popen[str]:
+    """A router that opens ports when asked, beside what else it is."""
     command = [*box.prefix, sys.executable, "-m", "tests.nat.gateway", "192.168.1.1", box.address]
     gateway = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert gateway.stdout is not None

@@ -26,7 +26,10 @@ def test_a_symmetric_router_is_told_as_that() -> None:
         [sys.executable, "-m", "tests.nat.doctor", "symmetric", *flags], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = {row["what"]: row for row in json.loads(done.stdout)["rows"]}
-    assert rows["own address"]["found"].startswith("behind NAT: 192.168.1.2 here, 11.0.113."), rows
+    plain = json.loads(done.stdout)
+    assert plain["network"]["reached"] == "symmetric"
+    rows = {row["what"]: row for row in plain["rows"]}
+    assert rows["own address"]["found"].startswith("behind a router: 192.168.1.2 here, 11.0.113."), rows
     assert rows["router"]["found"].startswith("symmetric"), rows
+    assert rows["from outside"]["command"].startswith("spes-join "), rows
     assert "finds the same" in rows["second opinion"]["found"], rows
