@@ -263,7 +263,7 @@ def _straighten(found: Findings) -> str:
     if not is_reachable(found):
         return forward(found)
     if _answers(found):
-        return f"it is tried again every hour; look with: {here(found, 'spes status')}"
+        return f"it is tried again by itself; look with: {here(found, 'spes status')}"
     return f"nothing: others get in here, and the other one tries by itself; in a minute: {again(found)}"
 
 

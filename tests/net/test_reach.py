@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from spes_p2p.net import daemon
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.net.reachability import Answer, Kind, Verdict
 from spes_p2p.net.relays import has_place
@@ -221,13 +222,8 @@ def test_the_directory_is_served_where_others_get_in_or_nobody_can_tell_for_long
 def test_a_port_that_the_router_was_asked_for_is_waited_for() -> None:
     private, mapped, preserved = "/ip4/192.168.1.2/tcp/4001", "/ip4/11.0.0.9/tcp/5005", "/ip4/11.0.0.9/tcp/4001"
 
-    async def nothing(serves: bool) -> None:
-        pass
-
     async def found(*own: str) -> tuple[int, ...]:
-        line = cast(LibP2P, Line(Daemon(*own)))
-        watching = Reach(line, cast(Contacts, Known()), PeerOptions(home=Path("home")), print, nothing)
-        return await watching._mapped_ports()
+        return await reach.mapped_ports(cast(daemon.Daemon, Daemon(*own)))
 
     async def run() -> None:
         assert await found(private, preserved, mapped, private) == (5005,)
