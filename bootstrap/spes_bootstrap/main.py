@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spes_client.ui import EXIT_CODES, Parser, dir_flag, flag, home, rate_flags, run_program, whole_number
-from spes_p2p.net.limits import UNLIMITED
+from spes_p2p.net.limits import UNLIMITED, relay_rate
+from spes_p2p.net.relayed import RelayQuotas
 from spes_protocols.errors import UserError
 
 if TYPE_CHECKING:
     from spes_p2p.peer.options import PeerOptions
+
+_QUOTAS = RelayQuotas()
 
 
 def build_parser() -> Parser:
@@ -56,6 +59,7 @@ def build_parser() -> Parser:
         parser, "--announce", action="append", metavar="ADDR", help="multiaddr to tell others instead of the found ones"
     )
     rate_flags(parser)
+    _relay_flags(parser)
     flag(parser, "--start-key", metavar="FILE", help="key that opens the run once min_peers claims are there")
     flag(parser, "--archive", action="store_true", help="keep every blob of the run, and states to join from")
     flag(
@@ -73,6 +77,34 @@ def build_parser() -> Parser:
         help="serve metrics for Prometheus over HTTP here; a port alone is on loopback (default: none)",
     )
     return parser
+
+
+def _relay_flags(parser: Parser) -> None:
+    """What each peer may have at this relay."""
+    flag(
+        parser,
+        "--relay-rate",
+        type=relay_rate,
+        default=_QUOTAS.rate,
+        metavar="RATE",
+        help="what each peer may send in bulk through this relay; peers keep to it (default 10mbit; none: no limit)",
+    )
+    flag(
+        parser,
+        "--relay-circuits",
+        type=whole_number(1, 4096),
+        default=_QUOTAS.circuits,
+        metavar="N",
+        help="relayed connections that one peer may have here; more are refused (default 64)",
+    )
+    flag(
+        parser,
+        "--relay-data",
+        type=whole_number(1, 1_000_000),
+        default=_QUOTAS.bytes_max // 2**30,
+        metavar="GIB",
+        help="a relayed connection is cut when it has carried so much one way (default 4)",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,6 +127,9 @@ def _bootstrap(args: argparse.Namespace) -> int:
         role="archive" if args.archive else "bootstrap",
         trains=False,
         relay=True,
+        relay_quotas=RelayQuotas(
+            rate=args.relay_rate, circuits=int(args.relay_circuits), bytes_max=int(args.relay_data) * GIB
+        ),
         max_up=args.max_up or UNLIMITED,
         max_down=args.max_down or UNLIMITED,
         disk_bytes_max=int(args.disk) * GIB,

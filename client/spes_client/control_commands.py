@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 ANSWER_SECONDS = 10.0
 """A peer on the same machine that takes longer to answer is stuck."""
 
+_PLACES = {"held": "place held", "none": "no place now", "unknown": "a place there does not show"}
+
 
 def register(subparsers: Any) -> None:
     """Add the verbs."""
@@ -148,7 +150,7 @@ def _summary(status: StatusReply) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    from spes_client.view import pace, speed_text
+    from spes_client.view import pace, reached_text, relayed_texts, speed_text
 
     steps = f", step {status.step}/{status.steps}" if status.steps else ""
     busy = bool(status.progress_text) and status.progress >= 0
@@ -167,9 +169,14 @@ def _summary(status: StatusReply) -> RenderableType:
         ("speed", speed_text(status)),
         ("tokens", f"{ui.count_text(status.tokens)} by everybody"),
         ("trainer", f"{status.trainer}{pid}"),
+        *((("disk", f"at most {ui.bytes_text(status.disk_bytes_max)}"),) if status.disk_bytes_max else ()),
         ("traffic", f"{ui.bytes_text(status.bytes_up)} sent, {ui.bytes_text(status.bytes_down)} received"),
         *((("limits", status.limits),) if status.limits else ()),
         ("peers", f"{direct} direct, {relayed} relayed"),
+        *(("bulk relayed", text) for text in relayed_texts(status)),
+        *((("relaying", status.relay_quotas),) if status.relay_quotas else ()),
+        *((("reached", reached_text(status)),) if status.reached else ()),
+        *(("my relay", f"{relay.address} ({_PLACES.get(relay.place, relay.place)})") for relay in status.relays),
         *(("address", address) for address in status.addresses),
         *((("last error", status.last_error),) if status.last_error else ()),
     ]

@@ -26,6 +26,7 @@ WIDTH_MIN, HEIGHT_MIN = 40, 10
 """A smaller terminal gets the view of this size, cut off."""
 
 _FACTS_WIDTH = 34
+_RELAYED_NAMED = 6
 _CHART_ROWS = (4, 7, 15)  # at least, with company, at most
 _PHASE_STYLES = {
     "joining": "cyan",
@@ -154,6 +155,26 @@ def _paths(status: StatusReply) -> tuple[int, int]:
     """(peers reached directly, through a relay)."""
     paths = Counter(link.path for link in status.links)
     return paths["direct"], paths["relayed"]
+
+
+def relayed_texts(status: StatusReply) -> list[str]:
+    """A line for each set of relays that others are reached through alone: how many, which, and what bulk keeps to."""
+    found: dict[tuple[str, float], list[str]] = {}
+    for link in status.links:
+        if link.path == "relayed" and link.relays:
+            relays = ", ".join(short_peer(one_line(relay)) for relay in link.relays)
+            found.setdefault((relays, link.relay_bytes_per_second), []).append(short_peer(one_line(link.peer)))
+    texts = []
+    for (relays, rate), peers in sorted(found.items()):
+        more = len(peers) - _RELAYED_NAMED
+        named = ", ".join(peers[:_RELAYED_NAMED]) + (f" and {more} more" if more > 0 else "")
+        texts.append(f"{named} through {relays}, " + (f"at most {rate_text(rate)}" if rate else "no limit"))
+    return texts
+
+
+def reached_text(status: StatusReply) -> str:
+    """How others reach this machine, and where one of them saw it."""
+    return status.reached + (f", seen at {status.observed}" if status.observed else "")
 
 
 def _identity(status: StatusReply) -> Text:

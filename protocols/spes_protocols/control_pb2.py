@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cspes_protocols/control.proto\x12\x0fspes.control.v1\"\x0f\n\rStatusRequest\"\x0e\n\x0cPauseRequest\"\x0f\n\rResumeRequest\"\x0e\n\x0cLeaveRequest\"\x17\n\x04\x44one\x12\x0f\n\x07message\x18\x01 \x01(\t\"H\n\x0cMemberStatus\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x0e\n\x06groups\x18\x02 \x03(\r\x12\x0e\n\x06missed\x18\x03 \x01(\r\x12\n\n\x02me\x18\x04 \x01(\x08\"(\n\nLinkStatus\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\")\n\tLossPoint\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05train\x18\x02 \x01(\x01\"-\n\x0cPhaseSeconds\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\xfc\x05\n\x0bStatusReply\x12\x10\n\x08run_name\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x11\n\torganizer\x18\x03 \x01(\t\x12\x0f\n\x07peer_id\x18\x04 \x01(\t\x12\r\n\x05phase\x18\x05 \x01(\t\x12\r\n\x05round\x18\x06 \x01(\x04\x12\x12\n\nstate_root\x18\x07 \x01(\t\x12\x0c\n\x04step\x18\x08 \x01(\x04\x12\r\n\x05steps\x18\t \x01(\x04\x12\x0c\n\x04loss\x18\n \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x0b \x01(\x01\x12\x0e\n\x06tokens\x18\x0c \x01(\x04\x12.\n\x07members\x18\r \x03(\x0b\x32\x1d.spes.control.v1.MemberStatus\x12*\n\x05links\x18\x0e \x03(\x0b\x32\x1b.spes.control.v1.LinkStatus\x12*\n\x06losses\x18\x0f \x03(\x0b\x32\x1a.spes.control.v1.LossPoint\x12\x10\n\x08\x62ytes_up\x18\x10 \x01(\x04\x12\x12\n\nbytes_down\x18\x11 \x01(\x04\x12\x12\n\nlast_error\x18\x12 \x01(\t\x12\x0f\n\x07trainer\x18\x13 \x01(\t\x12\x13\n\x0btrainer_pid\x18\x14 \x01(\r\x12\x11\n\taddresses\x18\x15 \x03(\t\x12\x14\n\x0cgroups_total\x18\x16 \x01(\r\x12\x10\n\x08progress\x18\x17 \x01(\x01\x12\x15\n\rprogress_text\x18\x18 \x01(\t\x12-\n\x06phases\x18\x19 \x03(\x0b\x32\x1d.spes.control.v1.PhaseSeconds\x12!\n\x19progress_bytes_per_second\x18\x1a \x01(\x01\x12\x1d\n\x15progress_seconds_left\x18\x1b \x01(\x01\x12\x0f\n\x07waiting\x18\x1c \x01(\t\x12\x0b\n\x03mfu\x18\x1d \x01(\x01\x12\x0e\n\x06limits\x18\x1e \x01(\t\x12!\n\x19limit_up_bytes_per_second\x18\x1f \x01(\x01\x12#\n\x1blimit_down_bytes_per_second\x18  \x01(\x01\"\xf9\x01\n\x0cTrainerEvent\x12\'\n\x05ready\x18\x01 \x01(\x0b\x32\x16.spes.control.v1.ReadyH\x00\x12-\n\x08progress\x18\x02 \x01(\x0b\x32\x19.spes.control.v1.ProgressH\x00\x12\x30\n\nround_done\x18\x03 \x01(\x0b\x32\x1a.spes.control.v1.RoundDoneH\x00\x12)\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x17.spes.control.v1.FailedH\x00\x12+\n\x07skipped\x18\x05 \x01(\x0b\x32\x18.spes.control.v1.SkippedH\x00\x42\x07\n\x05\x65vent\"g\n\x05Ready\x12\x13\n\x0bhas_pending\x18\x01 \x01(\x08\x12\x15\n\rpending_round\x18\x02 \x01(\x04\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x15\n\rpending_epoch\x18\x05 \x01(\x0c\"k\n\x08Progress\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\r\x12\x0c\n\x04loss\x18\x03 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x04 \x01(\x01\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x0b\n\x03mfu\x18\x06 \x01(\x01\"V\n\x0bSectionFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63odec\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x0c\n\x04size\x18\x05 \x01(\x04\"\xb5\x01\n\tRoundDone\x12\r\n\x05round\x18\x01 \x01(\x04\x12.\n\x08sections\x18\x02 \x03(\x0b\x32\x1c.spes.control.v1.SectionFile\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x0c\n\x04loss\x18\x05 \x01(\x01\x12\x15\n\rtrain_seconds\x18\x06 \x01(\x01\x12\x16\n\x0e\x65ncode_seconds\x18\x07 \x01(\x01\x12\r\n\x05\x65poch\x18\x08 \x01(\x0c\"\x19\n\x06\x46\x61iled\x12\x0f\n\x07message\x18\x01 \x01(\t\"\x18\n\x07Skipped\x12\r\n\x05round\x18\x01 \x01(\x04\"\x94\x01\n\x0bTrainerTask\x12,\n\x05train\x18\x01 \x01(\x0b\x32\x1b.spes.control.v1.TrainRoundH\x00\x12(\n\x03\x63ut\x18\x02 \x01(\x0b\x32\x19.spes.control.v1.CutShortH\x00\x12%\n\x04stop\x18\x03 \x01(\x0b\x32\x15.spes.control.v1.StopH\x00\x42\x06\n\x04task\"\xd0\x02\n\nTrainRound\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x12\n\nstate_path\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x17\n\x0f\x62\x61tch_sequences\x18\x05 \x01(\r\x12\x16\n\x0e\x66irst_sequence\x18\x06 \x01(\x04\x12\x0e\n\x06groups\x18\x07 \x03(\r\x12\x0f\n\x07out_dir\x18\x08 \x01(\t\x12\x13\n\x0bhas_outcome\x18\t \x01(\x08\x12\x15\n\routcome_round\x18\n \x01(\x04\x12)\n\x07outcome\x18\x0b \x01(\x0e\x32\x18.spes.control.v1.Outcome\x12\r\n\x05\x65poch\x18\x0c \x01(\x0c\x12\x0f\n\x07\x63ounted\x18\r \x03(\t\x12\r\n\x05\x66resh\x18\x0e \x03(\r\x12*\n\x05\x61head\x18\x0f \x01(\x0b\x32\x1b.spes.control.v1.LocalSteps\"Z\n\nLocalSteps\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\r\n\x05steps\x18\x02 \x01(\r\x12\x17\n\x0f\x62\x61tch_sequences\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_sequence\x18\x04 \x01(\x04\"\x19\n\x08\x43utShort\x12\r\n\x05round\x18\x01 \x01(\x04\"\x06\n\x04Stop*K\n\x07Outcome\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07\x43OUNTED\x10\x01\x12\n\n\x06MISSED\x10\x02\x12\x0b\n\x07REFUSED\x10\x03\x12\r\n\tABANDONED\x10\x04\x32\xd9\x02\n\x07\x43ontrol\x12\x46\n\x06Status\x12\x1e.spes.control.v1.StatusRequest\x1a\x1c.spes.control.v1.StatusReply\x12G\n\x05Watch\x12\x1e.spes.control.v1.StatusRequest\x1a\x1c.spes.control.v1.StatusReply0\x01\x12=\n\x05Pause\x12\x1d.spes.control.v1.PauseRequest\x1a\x15.spes.control.v1.Done\x12?\n\x06Resume\x12\x1e.spes.control.v1.ResumeRequest\x1a\x15.spes.control.v1.Done\x12=\n\x05Leave\x12\x1d.spes.control.v1.LeaveRequest\x1a\x15.spes.control.v1.Done2S\n\x08Training\x12G\n\x04Work\x12\x1d.spes.control.v1.TrainerEvent\x1a\x1c.spes.control.v1.TrainerTask(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cspes_protocols/control.proto\x12\x0fspes.control.v1\"\x0f\n\rStatusRequest\"\x0e\n\x0cPauseRequest\"\x0f\n\rResumeRequest\"\x0e\n\x0cLeaveRequest\"\x17\n\x04\x44one\x12\x0f\n\x07message\x18\x01 \x01(\t\"H\n\x0cMemberStatus\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x0e\n\x06groups\x18\x02 \x03(\r\x12\x0e\n\x06missed\x18\x03 \x01(\r\x12\n\n\x02me\x18\x04 \x01(\x08\"X\n\nLinkStatus\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06relays\x18\x03 \x03(\t\x12\x1e\n\x16relay_bytes_per_second\x18\x04 \x01(\x01\"-\n\x0bRelayStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05place\x18\x02 \x01(\t\")\n\tLossPoint\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05train\x18\x02 \x01(\x01\"-\n\x0cPhaseSeconds\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\xfb\x06\n\x0bStatusReply\x12\x10\n\x08run_name\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x11\n\torganizer\x18\x03 \x01(\t\x12\x0f\n\x07peer_id\x18\x04 \x01(\t\x12\r\n\x05phase\x18\x05 \x01(\t\x12\r\n\x05round\x18\x06 \x01(\x04\x12\x12\n\nstate_root\x18\x07 \x01(\t\x12\x0c\n\x04step\x18\x08 \x01(\x04\x12\r\n\x05steps\x18\t \x01(\x04\x12\x0c\n\x04loss\x18\n \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x0b \x01(\x01\x12\x0e\n\x06tokens\x18\x0c \x01(\x04\x12.\n\x07members\x18\r \x03(\x0b\x32\x1d.spes.control.v1.MemberStatus\x12*\n\x05links\x18\x0e \x03(\x0b\x32\x1b.spes.control.v1.LinkStatus\x12*\n\x06losses\x18\x0f \x03(\x0b\x32\x1a.spes.control.v1.LossPoint\x12\x10\n\x08\x62ytes_up\x18\x10 \x01(\x04\x12\x12\n\nbytes_down\x18\x11 \x01(\x04\x12\x12\n\nlast_error\x18\x12 \x01(\t\x12\x0f\n\x07trainer\x18\x13 \x01(\t\x12\x13\n\x0btrainer_pid\x18\x14 \x01(\r\x12\x11\n\taddresses\x18\x15 \x03(\t\x12\x14\n\x0cgroups_total\x18\x16 \x01(\r\x12\x10\n\x08progress\x18\x17 \x01(\x01\x12\x15\n\rprogress_text\x18\x18 \x01(\t\x12-\n\x06phases\x18\x19 \x03(\x0b\x32\x1d.spes.control.v1.PhaseSeconds\x12!\n\x19progress_bytes_per_second\x18\x1a \x01(\x01\x12\x1d\n\x15progress_seconds_left\x18\x1b \x01(\x01\x12\x0f\n\x07waiting\x18\x1c \x01(\t\x12\x0b\n\x03mfu\x18\x1d \x01(\x01\x12\x0e\n\x06limits\x18\x1e \x01(\t\x12!\n\x19limit_up_bytes_per_second\x18\x1f \x01(\x01\x12#\n\x1blimit_down_bytes_per_second\x18  \x01(\x01\x12,\n\x06relays\x18! \x03(\x0b\x32\x1c.spes.control.v1.RelayStatus\x12\x0f\n\x07reached\x18\" \x01(\t\x12\x10\n\x08observed\x18# \x01(\t\x12\x16\n\x0e\x64isk_bytes_max\x18$ \x01(\x04\x12\x14\n\x0crelay_quotas\x18% \x01(\t\"\xf9\x01\n\x0cTrainerEvent\x12\'\n\x05ready\x18\x01 \x01(\x0b\x32\x16.spes.control.v1.ReadyH\x00\x12-\n\x08progress\x18\x02 \x01(\x0b\x32\x19.spes.control.v1.ProgressH\x00\x12\x30\n\nround_done\x18\x03 \x01(\x0b\x32\x1a.spes.control.v1.RoundDoneH\x00\x12)\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x17.spes.control.v1.FailedH\x00\x12+\n\x07skipped\x18\x05 \x01(\x0b\x32\x18.spes.control.v1.SkippedH\x00\x42\x07\n\x05\x65vent\"g\n\x05Ready\x12\x13\n\x0bhas_pending\x18\x01 \x01(\x08\x12\x15\n\rpending_round\x18\x02 \x01(\x04\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x15\n\rpending_epoch\x18\x05 \x01(\x0c\"k\n\x08Progress\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\r\x12\x0c\n\x04loss\x18\x03 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x04 \x01(\x01\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x0b\n\x03mfu\x18\x06 \x01(\x01\"V\n\x0bSectionFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63odec\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12\x0c\n\x04size\x18\x05 \x01(\x04\"\xb5\x01\n\tRoundDone\x12\r\n\x05round\x18\x01 \x01(\x04\x12.\n\x08sections\x18\x02 \x03(\x0b\x32\x1c.spes.control.v1.SectionFile\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x0c\n\x04loss\x18\x05 \x01(\x01\x12\x15\n\rtrain_seconds\x18\x06 \x01(\x01\x12\x16\n\x0e\x65ncode_seconds\x18\x07 \x01(\x01\x12\r\n\x05\x65poch\x18\x08 \x01(\x0c\"\x19\n\x06\x46\x61iled\x12\x0f\n\x07message\x18\x01 \x01(\t\"\x18\n\x07Skipped\x12\r\n\x05round\x18\x01 \x01(\x04\"\x94\x01\n\x0bTrainerTask\x12,\n\x05train\x18\x01 \x01(\x0b\x32\x1b.spes.control.v1.TrainRoundH\x00\x12(\n\x03\x63ut\x18\x02 \x01(\x0b\x32\x19.spes.control.v1.CutShortH\x00\x12%\n\x04stop\x18\x03 \x01(\x0b\x32\x15.spes.control.v1.StopH\x00\x42\x06\n\x04task\"\xd0\x02\n\nTrainRound\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x12\n\nstate_path\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x17\n\x0f\x62\x61tch_sequences\x18\x05 \x01(\r\x12\x16\n\x0e\x66irst_sequence\x18\x06 \x01(\x04\x12\x0e\n\x06groups\x18\x07 \x03(\r\x12\x0f\n\x07out_dir\x18\x08 \x01(\t\x12\x13\n\x0bhas_outcome\x18\t \x01(\x08\x12\x15\n\routcome_round\x18\n \x01(\x04\x12)\n\x07outcome\x18\x0b \x01(\x0e\x32\x18.spes.control.v1.Outcome\x12\r\n\x05\x65poch\x18\x0c \x01(\x0c\x12\x0f\n\x07\x63ounted\x18\r \x03(\t\x12\r\n\x05\x66resh\x18\x0e \x03(\r\x12*\n\x05\x61head\x18\x0f \x01(\x0b\x32\x1b.spes.control.v1.LocalSteps\"Z\n\nLocalSteps\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\r\n\x05steps\x18\x02 \x01(\r\x12\x17\n\x0f\x62\x61tch_sequences\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_sequence\x18\x04 \x01(\x04\"\x19\n\x08\x43utShort\x12\r\n\x05round\x18\x01 \x01(\x04\"\x06\n\x04Stop*K\n\x07Outcome\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07\x43OUNTED\x10\x01\x12\n\n\x06MISSED\x10\x02\x12\x0b\n\x07REFUSED\x10\x03\x12\r\n\tABANDONED\x10\x04\x32\xd9\x02\n\x07\x43ontrol\x12\x46\n\x06Status\x12\x1e.spes.control.v1.StatusRequest\x1a\x1c.spes.control.v1.StatusReply\x12G\n\x05Watch\x12\x1e.spes.control.v1.StatusRequest\x1a\x1c.spes.control.v1.StatusReply0\x01\x12=\n\x05Pause\x12\x1d.spes.control.v1.PauseRequest\x1a\x15.spes.control.v1.Done\x12?\n\x06Resume\x12\x1e.spes.control.v1.ResumeRequest\x1a\x15.spes.control.v1.Done\x12=\n\x05Leave\x12\x1d.spes.control.v1.LeaveRequest\x1a\x15.spes.control.v1.Done2S\n\x08Training\x12G\n\x04Work\x12\x1d.spes.control.v1.TrainerEvent\x1a\x1c.spes.control.v1.TrainerTask(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'spes_protocols.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OUTCOME']._serialized_start=2521
-  _globals['_OUTCOME']._serialized_end=2596
+  _globals['_OUTCOME']._serialized_start=2743
+  _globals['_OUTCOME']._serialized_end=2818
   _globals['_STATUSREQUEST']._serialized_start=49
   _globals['_STATUSREQUEST']._serialized_end=64
   _globals['_PAUSEREQUEST']._serialized_start=66
@@ -46,39 +46,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MEMBERSTATUS']._serialized_start=140
   _globals['_MEMBERSTATUS']._serialized_end=212
   _globals['_LINKSTATUS']._serialized_start=214
-  _globals['_LINKSTATUS']._serialized_end=254
-  _globals['_LOSSPOINT']._serialized_start=256
-  _globals['_LOSSPOINT']._serialized_end=297
-  _globals['_PHASESECONDS']._serialized_start=299
-  _globals['_PHASESECONDS']._serialized_end=344
-  _globals['_STATUSREPLY']._serialized_start=347
-  _globals['_STATUSREPLY']._serialized_end=1111
-  _globals['_TRAINEREVENT']._serialized_start=1114
-  _globals['_TRAINEREVENT']._serialized_end=1363
-  _globals['_READY']._serialized_start=1365
-  _globals['_READY']._serialized_end=1468
-  _globals['_PROGRESS']._serialized_start=1470
-  _globals['_PROGRESS']._serialized_end=1577
-  _globals['_SECTIONFILE']._serialized_start=1579
-  _globals['_SECTIONFILE']._serialized_end=1665
-  _globals['_ROUNDDONE']._serialized_start=1668
-  _globals['_ROUNDDONE']._serialized_end=1849
-  _globals['_FAILED']._serialized_start=1851
-  _globals['_FAILED']._serialized_end=1876
-  _globals['_SKIPPED']._serialized_start=1878
-  _globals['_SKIPPED']._serialized_end=1902
-  _globals['_TRAINERTASK']._serialized_start=1905
-  _globals['_TRAINERTASK']._serialized_end=2053
-  _globals['_TRAINROUND']._serialized_start=2056
-  _globals['_TRAINROUND']._serialized_end=2392
-  _globals['_LOCALSTEPS']._serialized_start=2394
-  _globals['_LOCALSTEPS']._serialized_end=2484
-  _globals['_CUTSHORT']._serialized_start=2486
-  _globals['_CUTSHORT']._serialized_end=2511
-  _globals['_STOP']._serialized_start=2513
-  _globals['_STOP']._serialized_end=2519
-  _globals['_CONTROL']._serialized_start=2599
-  _globals['_CONTROL']._serialized_end=2944
-  _globals['_TRAINING']._serialized_start=2946
-  _globals['_TRAINING']._serialized_end=3029
+  _globals['_LINKSTATUS']._serialized_end=302
+  _globals['_RELAYSTATUS']._serialized_start=304
+  _globals['_RELAYSTATUS']._serialized_end=349
+  _globals['_LOSSPOINT']._serialized_start=351
+  _globals['_LOSSPOINT']._serialized_end=392
+  _globals['_PHASESECONDS']._serialized_start=394
+  _globals['_PHASESECONDS']._serialized_end=439
+  _globals['_STATUSREPLY']._serialized_start=442
+  _globals['_STATUSREPLY']._serialized_end=1333
+  _globals['_TRAINEREVENT']._serialized_start=1336
+  _globals['_TRAINEREVENT']._serialized_end=1585
+  _globals['_READY']._serialized_start=1587
+  _globals['_READY']._serialized_end=1690
+  _globals['_PROGRESS']._serialized_start=1692
+  _globals['_PROGRESS']._serialized_end=1799
+  _globals['_SECTIONFILE']._serialized_start=1801
+  _globals['_SECTIONFILE']._serialized_end=1887
+  _globals['_ROUNDDONE']._serialized_start=1890
+  _globals['_ROUNDDONE']._serialized_end=2071
+  _globals['_FAILED']._serialized_start=2073
+  _globals['_FAILED']._serialized_end=2098
+  _globals['_SKIPPED']._serialized_start=2100
+  _globals['_SKIPPED']._serialized_end=2124
+  _globals['_TRAINERTASK']._serialized_start=2127
+  _globals['_TRAINERTASK']._serialized_end=2275
+  _globals['_TRAINROUND']._serialized_start=2278
+  _globals['_TRAINROUND']._serialized_end=2614
+  _globals['_LOCALSTEPS']._serialized_start=2616
+  _globals['_LOCALSTEPS']._serialized_end=2706
+  _globals['_CUTSHORT']._serialized_start=2708
+  _globals['_CUTSHORT']._serialized_end=2733
+  _globals['_STOP']._serialized_start=2735
+  _globals['_STOP']._serialized_end=2741
+  _globals['_CONTROL']._serialized_start=2821
+  _globals['_CONTROL']._serialized_end=3166
+  _globals['_TRAINING']._serialized_start=3168
+  _globals['_TRAINING']._serialized_end=3251
 # @@protoc_insertion_point(module_scope)

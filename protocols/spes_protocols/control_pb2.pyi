@@ -55,12 +55,24 @@ class MemberStatus(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., groups: _Optional[_Iterable[int]] = ..., missed: _Optional[int] = ..., me: _Optional[bool] = ...) -> None: ...
 
 class LinkStatus(_message.Message):
-    __slots__ = ("peer", "path")
+    __slots__ = ("peer", "path", "relays", "relay_bytes_per_second")
     PEER_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
+    RELAY_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     peer: str
     path: str
-    def __init__(self, peer: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+    relays: _containers.RepeatedScalarFieldContainer[str]
+    relay_bytes_per_second: float
+    def __init__(self, peer: _Optional[str] = ..., path: _Optional[str] = ..., relays: _Optional[_Iterable[str]] = ..., relay_bytes_per_second: _Optional[float] = ...) -> None: ...
+
+class RelayStatus(_message.Message):
+    __slots__ = ("address", "place")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    place: str
+    def __init__(self, address: _Optional[str] = ..., place: _Optional[str] = ...) -> None: ...
 
 class LossPoint(_message.Message):
     __slots__ = ("round", "train")
@@ -79,7 +91,7 @@ class PhaseSeconds(_message.Message):
     def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("run_name", "run_id", "organizer", "peer_id", "phase", "round", "state_root", "step", "steps", "loss", "tokens_per_second", "tokens", "members", "links", "losses", "bytes_up", "bytes_down", "last_error", "trainer", "trainer_pid", "addresses", "groups_total", "progress", "progress_text", "phases", "progress_bytes_per_second", "progress_seconds_left", "waiting", "mfu", "limits", "limit_up_bytes_per_second", "limit_down_bytes_per_second")
+    __slots__ = ("run_name", "run_id", "organizer", "peer_id", "phase", "round", "state_root", "step", "steps", "loss", "tokens_per_second", "tokens", "members", "links", "losses", "bytes_up", "bytes_down", "last_error", "trainer", "trainer_pid", "addresses", "groups_total", "progress", "progress_text", "phases", "progress_bytes_per_second", "progress_seconds_left", "waiting", "mfu", "limits", "limit_up_bytes_per_second", "limit_down_bytes_per_second", "relays", "reached", "observed", "disk_bytes_max", "relay_quotas")
     RUN_NAME_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     ORGANIZER_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +124,11 @@ class StatusReply(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     LIMIT_UP_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     LIMIT_DOWN_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    RELAYS_FIELD_NUMBER: _ClassVar[int]
+    REACHED_FIELD_NUMBER: _ClassVar[int]
+    OBSERVED_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    RELAY_QUOTAS_FIELD_NUMBER: _ClassVar[int]
     run_name: str
     run_id: str
     organizer: str
@@ -144,7 +161,12 @@ class StatusReply(_message.Message):
     limits: str
     limit_up_bytes_per_second: float
     limit_down_bytes_per_second: float
-    def __init__(self, run_name: _Optional[str] = ..., run_id: _Optional[str] = ..., organizer: _Optional[str] = ..., peer_id: _Optional[str] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., state_root: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., tokens: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., losses: _Optional[_Iterable[_Union[LossPoint, _Mapping]]] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., last_error: _Optional[str] = ..., trainer: _Optional[str] = ..., trainer_pid: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., groups_total: _Optional[int] = ..., progress: _Optional[float] = ..., progress_text: _Optional[str] = ..., phases: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., progress_bytes_per_second: _Optional[float] = ..., progress_seconds_left: _Optional[float] = ..., waiting: _Optional[str] = ..., mfu: _Optional[float] = ..., limits: _Optional[str] = ..., limit_up_bytes_per_second: _Optional[float] = ..., limit_down_bytes_per_second: _Optional[float] = ...) -> None: ...
+    relays: _containers.RepeatedCompositeFieldContainer[RelayStatus]
+    reached: str
+    observed: str
+    disk_bytes_max: int
+    relay_quotas: str
+    def __init__(self, run_name: _Optional[str] = ..., run_id: _Optional[str] = ..., organizer: _Optional[str] = ..., peer_id: _Optional[str] = ..., phase: _Optional[str] = ..., round: _Optional[int] = ..., state_root: _Optional[str] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., tokens: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkStatus, _Mapping]]] = ..., losses: _Optional[_Iterable[_Union[LossPoint, _Mapping]]] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., last_error: _Optional[str] = ..., trainer: _Optional[str] = ..., trainer_pid: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., groups_total: _Optional[int] = ..., progress: _Optional[float] = ..., progress_text: _Optional[str] = ..., phases: _Optional[_Iterable[_Union[PhaseSeconds, _Mapping]]] = ..., progress_bytes_per_second: _Optional[float] = ..., progress_seconds_left: _Optional[float] = ..., waiting: _Optional[str] = ..., mfu: _Optional[float] = ..., limits: _Optional[str] = ..., limit_up_bytes_per_second: _Optional[float] = ..., limit_down_bytes_per_second: _Optional[float] = ..., relays: _Optional[_Iterable[_Union[RelayStatus, _Mapping]]] = ..., reached: _Optional[str] = ..., observed: _Optional[str] = ..., disk_bytes_max: _Optional[int] = ..., relay_quotas: _Optional[str] = ...) -> None: ...
 
 class TrainerEvent(_message.Message):
     __slots__ = ("ready", "progress", "round_done", "failed", "skipped")

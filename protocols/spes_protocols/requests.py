@@ -22,6 +22,7 @@ LEAVES = "spes/1/leaves"
 CLAIMS = "spes/1/claims"
 DIAL_BACK = "spes/1/dial_back"
 HOLDINGS = "spes/1/holdings"
+RELAY = "spes/1/relay"
 
 PRESENCES_MAX = 64
 """Presences in one reply to HELLO."""
@@ -160,3 +161,10 @@ class HoldingsReply:
     """A byte for each blob asked for: 0 not there, 255 there, 1 to 254 on its way, more where more has come."""
 
     shares: Annotated[bytes, Size(1, HOLDINGS_MAX)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelayReply:
+    """What a relay asks of those who send through it: at most `rate` bytes per second in streams; 0: no limit."""
+
+    rate: Count

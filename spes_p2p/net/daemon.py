@@ -22,7 +22,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -30,6 +30,7 @@ from spes_p2p.net import timeouts
 from spes_p2p.net.addresses import check_announce, check_listen, parse_address
 from spes_p2p.net.control import Control
 from spes_p2p.net.launch import launch
+from spes_p2p.net.relayed import RelayQuotas
 from spes_p2p.net.relays import keep_places
 from spes_protocols.errors import NetworkError, UserError
 
@@ -56,15 +57,16 @@ class DaemonOptions:
     """How the daemon faces the network.
 
     `listen`: multiaddrs to listen on (none: outgoing connections only); `announce`: multiaddrs to tell others instead
-    of those of the interfaces; `relay`: serve as a relay for peers behind NAT (bootstraps); `relays`: be reachable
-    through these (peers that know they are not reachable otherwise); `port_map`: ask the router to pass a port on
-    (UPnP, NAT-PMP), where none of these is so.
+    of those of the interfaces; `relay`: serve as a relay for peers behind NAT (bootstraps), which have `quotas` there;
+    `relays`: be reachable through these (peers that know they are not reachable otherwise); `port_map`: ask the router
+    to pass a port on (UPnP, NAT-PMP), where none of these is so.
     """
 
     identity_path: Path
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     announce: tuple[str, ...] = ()
     relay: bool = False
+    quotas: RelayQuotas = field(default_factory=RelayQuotas)
     relays: tuple[str, ...] = ()
     port_map: bool = False
     log_path: Path | None = None
@@ -295,7 +297,7 @@ class Daemon:
         if options.announce:
             flags.append(f"-announceAddrs={','.join(options.announce)}")
         if options.relay:
-            flags.append("-forceReachabilityPublic=1")
+            flags += ["-forceReachabilityPublic=1", *options.quotas.flags()]
         elif options.relays:
             # Static relays reserve in a second, discovered ones in minutes; "private" or it waits for AutoNAT.
             relays = ",".join(options.relays)

@@ -39,10 +39,14 @@ from spes_p2p.net.frames import (
     split_call,
 )
 from spes_p2p.net.limits import Flow, Limiter, Limits, fair_timeout, is_local, pieces
+from spes_p2p.net.paths import Paths
 from spes_p2p.net.places import Place, Places
+from spes_p2p.net.reasons import BACKOFF, Reasons, reason
+from spes_p2p.net.relayed import RelayQuotas, RelayRates, is_relayed, relays_of
 from spes_p2p.net.transport import Handler, StreamHandler
 from spes_protocols.errors import NetworkError, RemoteError, UserError
 from spes_protocols.messages import ADDRESSES_MAX
+from spes_protocols.requests import RELAY
 
 log = logging.getLogger(__name__)
 
@@ -68,15 +72,9 @@ _RETRY_SECONDS_MAX = 5.0
 """About as long as libp2p itself does not try an address again that has failed."""
 _KNOWN_PEERS_MAX = 8192
 _RECONNECTS_AT_ONCE = 16
-_LINKS_SECONDS = 5.0
-"""So long what is known of the addresses of connections decides who is of the LAN."""
 _SAY_AGAIN_SECONDS = 60.0
-_LOOK_AGAIN_SECONDS = 0.5
-"""So soon a peer that was not among them is looked for again."""
 
 _chance = random.SystemRandom()
-
-_BACKOFF = "it could not be reached a moment ago; it is tried again in a few seconds"
 
 
 class _CallerGoneError(Exception):
@@ -98,9 +96,10 @@ class LibP2P:
     def __init__(self, options: DaemonOptions, peer_id: str, limits: Limits | None = None) -> None:
         self.peer_id = peer_id
         self._limits = limits or Limits()
-        self._local: dict[str, bool] = {}
-        self._local_at = 0.0
-        self._looking = asyncio.Lock()
+        self._paths = Paths(self._connections)
+        self._reasons = Reasons()
+        self.relay_rates = RelayRates(self._ask_relay)
+        """What is kept to in streams to peers that are reached through relays alone."""
         self.bytes_up = 0
         self.bytes_down = 0
         self.also_at: tuple[str, ...] = ()
@@ -130,6 +129,7 @@ class LibP2P:
         peers: Sequence[str] = (),
         announce: Sequence[str] = (),
         relay: bool = False,
+        quotas: RelayQuotas | None = None,
         relays: Sequence[str] = (),
         port_map: bool = False,
         log_path: Path | None = None,
@@ -151,6 +151,7 @@ class LibP2P:
             listen=tuple(listen),
             announce=tuple(announce),
             relay=relay,
+            quotas=quotas or RelayQuotas(),
             relays=tuple(parse_address(address)[0] for address in relays),
             port_map=port_map,
             log_path=log_path,
@@ -214,7 +215,7 @@ class LibP2P:
             connecting = self._control.connect(peer, [multiaddr.removesuffix(f"/p2p/{peer}")])
             await self._within(timeout_seconds, connecting, "connecting")
         except NetworkError as error:
-            raise NetworkError(f"cannot reach {multiaddr}: {_reason(str(error))}") from None
+            raise NetworkError(f"cannot reach {multiaddr}: {reason(str(error))}") from None
         self.add_address(peer, [multiaddr])
         return peer
 
@@ -224,12 +225,12 @@ class LibP2P:
 
     async def links(self) -> dict[str, str]:
         """The connected peers: "direct", or "relayed" when every connection goes through a relay."""
-        found: dict[str, str] = {}
-        for peer, addresses in await self._within(_CONNECT_SECONDS, self._control.list_peers(), "listing peers"):
-            relayed = bool(addresses) and all("/p2p-circuit" in address for address in addresses)
-            if not relayed or peer not in found:
-                found[peer] = "relayed" if relayed else "direct"
-        return found
+        return {peer: "relayed" if is_relayed(texts) else "direct" for peer, texts in (await self._paths.now()).items()}
+
+    async def relayed(self) -> dict[str, tuple[str, ...]]:
+        """The connected peers that are reached through relays alone, and the peer ids of these."""
+        found = {peer: relays_of(texts) for peer, texts in (await self._paths.now()).items()}
+        return {peer: relays for peer, relays in found.items() if relays}
 
     def is_used(self, peer: str) -> bool:
         """Whether a request to or from a peer is under way."""
@@ -293,13 +294,17 @@ class LibP2P:
         await self.daemon.ready()
         if peer in self._known:
             # Answered at once when connected. If it fails, the peer may still be found through others.
-            with contextlib.suppress(NetworkError, TimeoutError):
+            try:
                 async with asyncio.timeout(timeouts.DIAL):
                     await self._control.connect(peer, self._known[peer])
+            except TimeoutError:
+                pass
+            except NetworkError as error:
+                self._reasons.note(peer, str(error))
         try:
             reader, writer = await self._control.open_stream(peer, PROTOCOL)
         except NetworkError as error:
-            raise NetworkError(f"cannot reach {peer}: {_reason(str(error))}") from None
+            raise NetworkError(f"cannot reach {peer}: {self._reasons.note(peer, str(error))}") from None
         try:
             up, down = await self._limiters(peer)
             # Not drained: whoever refuses a request answers without reading it.
@@ -336,22 +341,18 @@ class LibP2P:
         """What holds for a connected peer, up and down: nothing where it is of the LAN."""
         limits = self._limits
         is_limited = limits.up is not None or limits.down is not None
-        if is_limited and not limits.counts_local and await self._is_local(peer):
+        if is_limited and not limits.counts_local and is_local(await self._paths.of(peer)):
             return None, None
         return limits.up, limits.down
 
-    async def _is_local(self, peer: str) -> bool:
-        clock = asyncio.get_running_loop().time
-        async with self._looking:
-            if clock() - self._local_at > (_LINKS_SECONDS if peer in self._local else _LOOK_AGAIN_SECONDS):
-                addresses: dict[str, list[str]] = {}
-                with contextlib.suppress(NetworkError):  # nobody is, then
-                    found = await self._within(_CONNECT_SECONDS, self._control.list_peers(), "listing peers")
-                    for other, theirs in found:  # one entry for each connection
-                        addresses.setdefault(other, []).extend(theirs)
-                self._local = {other: is_local(theirs) for other, theirs in addresses.items()}
-                self._local_at = clock()
-            return self._local.get(peer, False)
+    async def _connections(self) -> list[tuple[str, list[str]]]:
+        found: list[tuple[str, list[str]]] = await self._within(
+            _CONNECT_SECONDS, self._control.list_peers(), "listing peers"
+        )
+        return found
+
+    async def _ask_relay(self, relay: str) -> bytes:
+        return await self.call(relay, RELAY, b"", timeout_seconds=timeouts.RELAY_ANSWER)
 
     async def _within(self, seconds: float, asking: Coroutine[Any, Any, Any], what: str) -> Any:
         try:
@@ -380,7 +381,7 @@ class LibP2P:
                     return
                 if not isinstance(result, NetworkError):
                     raise result
-                if _BACKOFF not in str(result) or address not in reasons:
+                if BACKOFF not in str(result) or address not in reasons:
                     reasons[address] = str(result)
             if asyncio.get_running_loop().time() + pause > deadline:
                 raise NetworkError("; ".join(reasons.values()))
@@ -508,7 +509,9 @@ class LibP2P:
                     reply = await self._handlers[method](sender, payload)
                 await self._send(writer, Kind.CHUNK, reply, flow)
             elif method in self._stream_handlers:
-                with self._place(flow.limiter, sender):
+                relays = relays_of(await self._paths.of(sender))
+                flow.add(await self.relay_rates.limiters(sender, relays))
+                with self._places(flow.limiters, sender):
                     async with contextlib.aclosing(_bounded(self._stream_handlers[method](sender, payload))) as chunks:
                         async for chunk in chunks:
                             await self._send(writer, Kind.CHUNK, chunk, flow)
@@ -528,10 +531,12 @@ class LibP2P:
             log.exception("the handler of %s failed", method)
             await self._send(writer, Kind.ERROR, failure_data("", "internal error"))
 
-    def _place(self, limiter: Limiter | None, sender: str) -> contextlib.AbstractContextManager[None]:
-        if limiter is None:
-            return contextlib.nullcontext()
-        return limiter.place(sender, is_favoured=sender in self.favoured)
+    @contextlib.contextmanager
+    def _places(self, limiters: Sequence[Limiter], sender: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for limiter in limiters:
+                stack.enter_context(limiter.place(sender, is_favoured=sender in self.favoured))
+            yield
 
     async def _send(self, writer: asyncio.StreamWriter, kind: Kind, data: bytes, flow: Flow | None = None) -> None:
         head, view = frame_head(kind, data), memoryview(data)
@@ -569,23 +574,3 @@ async def _bounded(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         close = getattr(chunks, "aclose", None)
         if close is not None:
             await close()
-
-
-def _reason(daemon_message: str) -> str:
-    """What a person can do about a failed connection, from the daemon's words."""
-    text = daemon_message.lower()
-    if "peer id mismatch" in text:
-        return "another peer answers at that address; ask for the current one"
-    if "connection refused" in text:
-        return "connection refused; check that the peer is running and the port is right"
-    if "no route to host" in text or "network is unreachable" in text:
-        return "no route to it; check this machine's network and the address"
-    if "took longer" in text or "i/o timeout" in text or "deadline exceeded" in text:
-        return "no answer; check the address, the peer's firewall and this machine's network"
-    if "no such host" in text or "no addresses" in text or "routing: not found" in text:
-        return "no address of it is known; check the host name, or give a current address"
-    if "negotiate security protocol" in text:
-        return "what answers there is not a peer; check the port"
-    if "dial backoff" in text:
-        return _BACKOFF
-    return daemon_message

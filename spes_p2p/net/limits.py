@@ -18,7 +18,7 @@ import re
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,6 +178,14 @@ def max_up(text: str) -> Schedule:
 def max_down(text: str) -> Schedule:
     """The value of `--max-down`. Raises `UserError`, also where others would give up on so slow a peer."""
     return _flag("--max-down", text, DOWN_MIN)
+
+
+def relay_rate(text: str) -> float | None:
+    """The value of `--relay-rate`: bytes per second, None without a limit. Raises `UserError` as `max_up` does."""
+    schedule = _flag("--relay-rate", text, UP_MIN)
+    if schedule.windows:
+        raise UserError("--relay-rate: it holds all day; give one rate, such as 10mbit, or none")
+    return schedule.rate
 
 
 def _flag(name: str, text: str, least: float) -> Schedule:
@@ -468,10 +476,14 @@ class Flow:
     """What one call or stream moves one way. `limiter` None: as fast as it goes."""
 
     def __init__(self, limiter: Limiter | None = None, peer: str = "", *, is_stream: bool = False) -> None:
-        self.limiter = limiter
+        self.limiters = [] if limiter is None else [limiter]
         self._peer = peer
         self._is_stream = is_stream
         self._moved = 0
+
+    def add(self, limiters: Sequence[Limiter]) -> None:
+        """Wait for these too from now on."""
+        self.limiters += limiters
 
     def lane(self, length: int) -> Lane:
         """The lane of the next frame, of so many bytes. Many small ones on one stream are not small."""
@@ -482,8 +494,8 @@ class Flow:
 
     async def take(self, count: int, lane: Lane) -> None:
         """Wait until the next `count` bytes of the frame may be moved."""
-        if self.limiter is not None:
-            await self.limiter.take(self._peer, count, lane)
+        for limiter in self.limiters:
+            await limiter.take(self._peer, count, lane)
 
 
 def pieces(length: int) -> Iterator[tuple[int, int]]:

@@ -40,6 +40,11 @@ class Answer:
     port: int
     open: frozenset[int]
 
+    @property
+    def multiaddr(self) -> str:
+        """Where it saw us."""
+        return f"/{'ip6' if ':' in self.ip else 'ip4'}/{self.ip}/tcp/{self.port}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:

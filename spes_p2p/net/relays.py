@@ -64,6 +64,14 @@ def gives_address(relay: str) -> bool:
     return kind.startswith("dns") or ipaddress.ip_address(host).is_global
 
 
+def place_at(relay: str, addresses: Sequence[str]) -> str:
+    """Whether a peer with these own addresses has a place at a relay: "held", "none", or "unknown"."""
+    peer = relay.rpartition("/p2p/")[2]
+    if any(f"/p2p/{peer}{_CIRCUIT}" in address for address in addresses):
+        return "held"
+    return "none" if gives_address(relay) else "unknown"
+
+
 async def greets(host: str, port: int, seconds: float = ANSWER_SECONDS) -> bool:
     """Whether libp2p answers there on a new TCP connection, which is closed at once."""
     writer: asyncio.StreamWriter | None = None

@@ -30,7 +30,13 @@ def _deadline(name: str, seconds: float, why: str, *within: str) -> float:
 
 LOOK = _deadline("look", 2.0, "a pace can be told by then; a faster holder is looked for", "blob idle")
 PULSE = _deadline("pulse", 3.0, "the daemon answers in milliseconds; silent twice, it is started anew")
-RELAY_ANSWER = _deadline("relay answer", 3.0, "a relay that is back greets within a few round trips")
+RELAY_ANSWER = _deadline(
+    "relay answer",
+    3.0,
+    "a few round trips: a relay that is back greets, one that is used tells its rate",
+    "leaves idle",
+    "blob idle",
+)
 DHT_REQUEST = _deadline(
     "DHT request", 3.0, "nodes that are gone must not use up a look-up", "DHT join", "DHT look-up", "DHT publish"
 )

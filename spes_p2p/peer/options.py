@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spes_p2p.net.limits import UNLIMITED, Schedule
+from spes_p2p.net.relayed import RelayQuotas
 from spes_p2p.peer.trainer_link import TrainerOptions
 
 GIB = 1024**3
@@ -16,8 +17,8 @@ class PeerOptions:
     """Options of one peer. `groups` None: as many as the run allows one peer; 0: stand by.
 
     `role` is what the peer tells others: "volunteer", "archive" (keeps every blob) or "bootstrap" (follows the ledger
-    alone). `port_map`: a router may be asked to pass a port on. `max_up` and `max_down` limit what is sent to and
-    received from other peers.
+    alone). `relay`: relay for others, who have `relay_quotas` there. `port_map`: a router may be asked to pass a port
+    on. `max_up` and `max_down` limit what is sent to and received from other peers.
     """
 
     home: Path
@@ -29,6 +30,7 @@ class PeerOptions:
     groups: int | None = None
     trains: bool = True
     relay: bool = False
+    relay_quotas: RelayQuotas = field(default_factory=RelayQuotas)
     port_map: bool = True
     max_up: Schedule = UNLIMITED
     max_down: Schedule = UNLIMITED

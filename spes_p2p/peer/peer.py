@@ -32,6 +32,7 @@ from spes_p2p.peer.contribution import Publisher
 from spes_p2p.peer.control import ControlServer
 from spes_p2p.peer.options import PeerOptions
 from spes_p2p.peer.outbox import Outbox
+from spes_p2p.peer.reach import Reach
 from spes_p2p.peer.recorder import Recorder
 from spes_p2p.peer.retention import Retention
 from spes_p2p.peer.service import Service
@@ -69,6 +70,9 @@ ERRORS_KEPT = 20
 
 class Peer:
     """A running peer. `say` gets one line for the person at the machine whenever something worth it happens."""
+
+    reach: Reach | None = None
+    """How others get here; whoever runs this peer sees to it."""
 
     def __init__(
         self, options: PeerOptions, identity: Identity, run_dir: RunDir, transport: LibP2P, say: Callable[[str], None]

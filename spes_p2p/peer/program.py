@@ -96,7 +96,8 @@ async def run_until_done(peer: Peer, reached: list[str], say: Say) -> None:
     loop = asyncio.get_running_loop()
     running = asyncio.create_task(peer.run(reached))
     keeping = asyncio.create_task(stay_connected(peer))
-    reaching = asyncio.create_task(Reach(peer.transport, peer.contacts, peer.options, say, peer.serve_directory).run())
+    peer.reach = Reach(peer.transport, peer.contacts, peer.options, say, peer.serve_directory)
+    reaching = asyncio.create_task(peer.reach.run())
     signals = 0
 
     def on_signal() -> None:
@@ -134,6 +135,7 @@ async def _transport(options: PeerOptions, peer_id: str, remembered: Remembered)
                 listen=listen,
                 announce=options.announce,
                 relay=options.relay,
+                quotas=options.relay_quotas,
                 relays=options.relays,
                 port_map=options.port_map and options.finds_way,
                 log_path=options.home / "p2pd.log",

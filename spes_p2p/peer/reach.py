@@ -24,6 +24,7 @@ from spes_p2p.net.addresses import parse_address
 from spes_p2p.net.daemon import Daemon
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.net.reachability import Answer, Kind, Verdict, end_of, judge
+from spes_p2p.net.relayed import serve_quotas
 from spes_p2p.net.relays import gives_address, greets, has_place
 from spes_p2p.peer.contacts import Contacts
 from spes_p2p.peer.options import PeerOptions
@@ -156,9 +157,12 @@ class Reach:
     ) -> None:
         self.verdict = Verdict(kind=Kind.UNKNOWN)
         """What is acted on."""
+        self.observed = ""
+        """Where others saw this machine's connections come from when they were last asked; one of them, a multiaddr."""
         self._doubt: Kind | None = None
         self._transport = transport
         self._contacts = contacts
+        self._options = options
         self._say = say
         self._serve = serve
         self._decides = options.finds_way
@@ -166,6 +170,8 @@ class Reach:
     async def run(self) -> None:
         """Answer others, ask and act, and make relayed connections direct ones, until cancelled."""
         self._transport.handle(DIAL_BACK, DialBack(self._transport.daemon.control.list_peers).answer)
+        if self._options.relay:
+            serve_quotas(self._transport, self._options.relay_quotas)
         straightener = Straightener(self._transport, self._contacts.fresh, self._contacts.hello)
         async with asyncio.TaskGroup() as both:
             both.create_task(self._watch())
@@ -209,6 +215,8 @@ class Reach:
         asked = (*mapped, *ports)
         found = await asyncio.gather(*(ask(self._transport, peer, asked) for peer in direct[:ASKED_MAX]))
         answers = [answer for answer in found if answer is not None]
+        if answers:
+            self.observed = answers[0].multiaddr
         return judge({answer.ip for answer in answers if is_own(answer.ip)}, ports, answers, mapped=mapped)
 
     async def _act(self, verdict: Verdict) -> bool:

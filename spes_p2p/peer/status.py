@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from spes_p2p.core.ledger import commit_strength
 from spes_p2p.core.members import Strength
+from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.net.limits import minute_now
+from spes_p2p.net.reachability import Kind
+from spes_p2p.net.relays import place_at
 from spes_p2p.store.chain import Chain, Step
 from spes_protocols import control_pb2
 from spes_protocols.errors import NetworkError, printable
@@ -113,6 +117,7 @@ async def of(peer: Peer) -> control_pb2.StatusReply:
         progress_bytes_per_second=peer.syncer.meter.bytes_per_second,
         progress_seconds_left=peer.syncer.meter.seconds_left,
         waiting=peer.waiting(),
+        disk_bytes_max=peer.options.disk_bytes_max,
     )
     if trainer is not None and trainer.progress is not None and trainer.progress.text:
         reply.progress_text = trainer.progress.text
@@ -128,13 +133,29 @@ async def of(peer: Peer) -> control_pb2.StatusReply:
         reply.losses.add(round=round_number, train=loss)
     for name, seconds in _phase_seconds(peer).items():
         reply.phases.add(name=name, seconds=seconds)
+    if peer.reach is not None and peer.reach.verdict.kind is not Kind.UNKNOWN:
+        reply.reached, reply.observed = peer.reach.verdict.kind.value, peer.reach.observed
+    if peer.options.relay:
+        reply.relay_quotas = peer.options.relay_quotas.words()
     try:
-        for other, path in sorted((await peer.transport.links()).items()):
-            reply.links.add(peer=other, path=path)
+        await _add_links(peer.transport, reply)
         reply.addresses.extend(await peer.transport.addresses())
+        for relay in peer.transport.daemon.relays:
+            reply.relays.add(address=relay, place=place_at(relay, reply.addresses))
     except NetworkError as error:
         reply.last_error = str(error)
     return reply
+
+
+async def _add_links(transport: LibP2P, reply: control_pb2.StatusReply) -> None:
+    """Every connection; of those through relays, through which and at what rate. Raises `NetworkError`."""
+    relayed, rates = await transport.relayed(), transport.relay_rates
+    used = {relay for relays in relayed.values() for relay in relays}
+    await asyncio.gather(*(rates.look(relay) for relay in used if not rates.is_known(relay)))
+    for other, path in sorted((await transport.links()).items()):
+        relays = relayed.get(other, ())
+        limits = [rate for relay in relays if (rate := rates.rate(relay)) is not None]
+        reply.links.add(peer=other, path=path, relays=relays, relay_bytes_per_second=min(limits, default=0.0))
 
 
 def _add_limits(peer: Peer, reply: control_pb2.StatusReply) -> None:
