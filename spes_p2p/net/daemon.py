@@ -38,6 +38,10 @@ log = logging.getLogger(__name__)
 
 PULSE_SECONDS = 2.0
 """Pause between two heartbeats."""
+MEMORY_BYTES_MAX = 1024**3
+RELAY_MEMORY_BYTES_MAX = 2 * 1024**3
+"""What it may hold in memory; with more it is started anew. It bounds nothing itself, and others open its streams."""
+
 MAP_SECONDS = 10.0
 """After so long a router that opens ports when asked (UPnP, NAT-PMP) has done so; five seconds were measured."""
 
@@ -127,6 +131,11 @@ class Daemon:
         """So long it may still take until a port that the router passes on is among the own addresses."""
         return max(self._launched_at + MAP_SECONDS - time.monotonic(), 0.0) if self.maps_ports else 0.0
 
+    @property
+    def memory_bytes_max(self) -> int:
+        """What it may hold in memory."""
+        return RELAY_MEMORY_BYTES_MAX if self._options.relay else MEMORY_BYTES_MAX
+
     async def own_addresses(self) -> list[str]:
         """Multiaddrs without the peer id, as the daemon tells them to others. Raises `NetworkError`."""
         try:
@@ -200,7 +209,7 @@ class Daemon:
                 self._up.set()
 
     async def _until_silent(self) -> None:
-        """Return when the daemon has ended, has left two heartbeats unanswered, or is to be started anew."""
+        """Return when the daemon has ended, leaves two heartbeats unanswered, is too large or is to be started anew."""
         assert self._process is not None
         ended = asyncio.create_task(self._process.wait())
         again = asyncio.create_task(self._again.wait())
@@ -221,6 +230,12 @@ class Daemon:
                     misses = 0
                 except (TimeoutError, NetworkError):
                     misses += 1
+                if (resident := _resident_bytes(self._process.pid)) > self.memory_bytes_max:
+                    log.warning(
+                        "the network daemon holds %d MiB in memory, more than %d: it is started anew",
+                        resident // 1024**2, self.memory_bytes_max // 1024**2,
+                    )  # fmt: skip
+                    return
             log.warning("the network daemon does not answer")
         finally:
             ended.cancel()
@@ -230,7 +245,9 @@ class Daemon:
         for address in self._options.listen:
             _check_port_free(address)
         self.control.path.unlink(missing_ok=True)
-        environment = {**os.environ, "GOLOG_LOG_LEVEL": "error"}
+        # Near its limit Go collects garbage more often; what is in use it cannot free.
+        soft_limit = str(self.memory_bytes_max * 3 // 4)
+        environment = {**os.environ, "GOLOG_LOG_LEVEL": "error", "GOMEMLIMIT": soft_limit}
         if self._options.relay:
             # With several threads go-libp2p now and then applies its small default limits to relayed connections
             # before it reads ours.
@@ -343,6 +360,14 @@ def _socket_directory() -> tuple[Path, IO[bytes]]:
         if path.exists():  # else another peer's start came between these two lines
             return path, mine
         mine.close()
+
+
+def _resident_bytes(pid: int) -> int:
+    """What a process holds in memory; 0 where that cannot be told."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _binary() -> Path:

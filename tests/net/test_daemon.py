@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from spes_p2p.crypto.keys import Identity
+from spes_p2p.net import daemon as daemon_module
 from spes_p2p.net.daemon import Daemon, DaemonOptions
 from spes_protocols.errors import NetworkError, UserError
 from tests.net.helpers import Net, Node, net_test, until
@@ -193,6 +195,33 @@ async def test_a_stopped_daemon_is_noticed_and_replaced(net: Net) -> None:
     await until(lambda: answers(second, first), 20)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def environment_of(pid: int | None) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
+@net_test
+async def test_a_daemon_that_has_grown_too_large_is_replaced(net: Net) -> None:
+    first, second = await net.pair()
+    first.transport.handle("echo", echo)
+    pid = first.transport.daemon.pid
+    assert b"GOMEMLIMIT=805306368" in environment_of(pid)
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(daemon_module.log, "warning", lambda text, *values: lines.append(text % values))
+        patch.setattr(daemon_module, "RELAY_MEMORY_BYTES_MAX", 1)  # not this one's
+        patch.setattr(daemon_module, "MEMORY_BYTES_MAX", 1024**2)
+        await until(lambda: first.transport.daemon.pid not in (None, pid))
+    await until(lambda: answers(second, first), 30)
+    assert re.fullmatch(r"the network daemon holds \d+ MiB in memory, more than 1: it is started anew", lines[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
+def test_what_a_process_holds_in_memory_is_read() -> None:
+    assert 1024**2 < daemon_module._resident_bytes(os.getpid()) < 1024**4
+    assert daemon_module._resident_bytes(-1) == 0
 
 
 PARENT = """
