@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import time
 from collections import deque
@@ -47,6 +48,8 @@ from spes_p2p.store.rundir import RunDir
 from spes_protocols import control_pb2
 from spes_protocols.errors import NetworkError, RemoteError, SpesError, UserError
 from spes_protocols.messages import ADDRESSES_MAX, Ban, End, Presence, Signed, Start
+
+log = logging.getLogger(__name__)
 
 LEAVE_SECONDS_MAX = 600.0
 """How long a leaver waits for the commit that lets it go."""
@@ -172,7 +175,7 @@ class Peer:
                 self.shell.run_timer, self.contacts.run, self.catching_up.run_when_behind, self._look_after,
                 self.claims.read_others,
             ):  # fmt: skip
-                self._spawn(self._keep(work))
+                self._spawn(self.keep(work))
             if self.trainer is not None:
                 self.trainer.start(self.control.socket)
             self._check_finished()
@@ -543,12 +546,14 @@ class Peer:
         task.add_done_callback(self._tasks.remove)
         task.add_done_callback(self._report_failure)
 
-    async def _keep(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def keep(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Work that must not end while the peer lives: after a failure it is said so, and begun again."""
         while True:
             try:
                 await work()
             except Exception as error:
+                if not isinstance(error, SpesError):
+                    log.exception("what goes on beside the rounds has failed, and is begun again")
                 self.note(_failure_line(error))
             await asyncio.sleep(KEEP_SECONDS)
 

@@ -95,9 +95,10 @@ async def run_until_done(peer: Peer, reached: list[str], say: Say) -> None:
     """Run a peer; the first SIGINT or SIGTERM leaves cleanly, the second at once."""
     loop = asyncio.get_running_loop()
     running = asyncio.create_task(peer.run(reached))
-    keeping = asyncio.create_task(stay_connected(peer))
-    peer.reach = Reach(peer.transport, peer.contacts, peer.options, say, peer.serve_directory)
-    reaching = asyncio.create_task(peer.reach.run())
+    reach = peer.reach = Reach(peer.transport, peer.contacts, peer.options, say, peer.serve_directory)
+    reach.answer_others()
+    works = [lambda: stay_connected(peer), reach.straightener.run, *((reach.watch,) if reach.decides else ())]
+    beside = [asyncio.create_task(peer.keep(work)) for work in works]
     signals = 0
 
     def on_signal() -> None:
@@ -118,8 +119,8 @@ async def run_until_done(peer: Peer, reached: list[str], say: Say) -> None:
             raise
         raise KeyboardInterrupt from None
     finally:
-        keeping.cancel()
-        reaching.cancel()
+        for task in beside:
+            task.cancel()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
 

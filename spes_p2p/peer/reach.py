@@ -165,21 +165,20 @@ class Reach:
         self._options = options
         self._say = say
         self._serve = serve
-        self._decides = options.finds_way
+        self.decides = options.finds_way and bool(transport.daemon.ports)
+        """Whether `watch` is to be run."""
+        self.straightener = Straightener(transport, contacts.fresh, contacts.hello)
 
-    async def run(self) -> None:
-        """Answer others, ask and act, and make relayed connections direct ones, until cancelled."""
+    def answer_others(self) -> None:
+        """Dial back, and tell what a relay's quotas are, from now on."""
         self._transport.handle(DIAL_BACK, DialBack(self._transport.daemon.control.list_peers).answer)
         if self._options.relay:
             serve_quotas(self._transport, self._options.relay_quotas)
-        straightener = Straightener(self._transport, self._contacts.fresh, self._contacts.hello)
-        async with asyncio.TaskGroup() as both:
-            both.create_task(self._watch())
-            both.create_task(straightener.run())
 
-    async def _watch(self) -> None:
+    async def watch(self) -> None:
+        """Ask and act, until cancelled."""
         tries = 0
-        while self._decides and self._transport.daemon.ports:
+        while True:
             await self._until(lambda links: "direct" in links.values())
             is_settled = await self.look()
             tries = 0 if is_settled else tries + 1

@@ -18,6 +18,9 @@ from spes_p2p.peer.reach import ASK_AGAIN_SECONDS, CALL_SECONDS, DIAL_BACK, Dial
 class Nobody:
     """Contacts of whom nothing is known."""
 
+    async def hello(self, peer: str) -> None:
+        """Greets nobody."""
+
     def fresh(self) -> list[str]:
         """No peers."""
         return []
@@ -68,7 +71,7 @@ async def decide(transport: LibP2P, folder: Path, *, gets_in: bool) -> dict[str,
             decided.set()
 
     reach = Reach(transport, cast(Contacts, Nobody()), PeerOptions(home=folder), lines.append, serve)
-    watching = asyncio.create_task(reach._watch())
+    watching = asyncio.create_task(reach.watch())
     await asyncio.wait([watching, asyncio.create_task(decided.wait())], return_when=asyncio.FIRST_COMPLETED)
     assert not watching.done(), watching.exception()
     watching.cancel()

@@ -96,7 +96,7 @@ async def unreachable_volunteer(net: Net) -> None:
     relay.transport._handlers.clear()
     serve(relay)  # as if ASK_AGAIN_SECONDS had passed
     served: list[bool] = []
-    working = asyncio.create_task(reach_of(hidden, known, lines, served).run())
+    working = asyncio.create_task(reach_of(hidden, known, lines, served).watch())
     await until(lambda: _has_place(hidden))
     assert not any(served)
     assert hidden.transport.daemon.relays == (where,)
@@ -206,7 +206,7 @@ def test_the_directory_is_served_where_others_get_in_or_nobody_can_tell_for_long
             patch.setattr(watching, "look", look)
             patch.setattr(reach, "JUDGE_SECONDS", 0.0)
             patch.setattr(reach, "RETRY_SECONDS", (0.0,) * 3)
-            task = asyncio.create_task(watching._watch())
+            task = asyncio.create_task(watching.watch())
             await seen_all.wait()
             task.cancel()
         return served

@@ -11,7 +11,7 @@ import pytest
 from spes_p2p.peer import peer
 
 
-def test_work_that_fails_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_fails_is_begun_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(peer, "KEEP_SECONDS", 0.0)
     notes: list[str] = []
     begun = 0
@@ -26,7 +26,7 @@ def test_work_that_fails_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None
         await asyncio.Event().wait()
 
     async def scenario() -> None:
-        kept = asyncio.create_task(peer.Peer._keep(cast(Any, SimpleNamespace(note=notes.append)), work))
+        kept = asyncio.create_task(peer.Peer.keep(cast(Any, SimpleNamespace(note=notes.append)), work))
         async with asyncio.timeout(10):
             await third.wait()
         kept.cancel()
@@ -35,3 +35,4 @@ def test_work_that_fails_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None
 
     asyncio.run(scenario())
     assert notes == ["internal error: KeyError: 'lost'"] * 2
+    assert caplog.text.count("Traceback") == 2 and "in work" in caplog.text
