@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from spes_client import ui
 from spes_client.doctor_findings import PEER, DialFound, Findings
 from spes_client.doctor_rows import Row, again, bad, good, join, short_address, unclear, warn
+from spes_p2p.net.addresses import is_circuit, relay_of
 from spes_p2p.net.reachability import Kind, Verdict, judge
 
 LISTEN = "/ip4/0.0.0.0/tcp/4001"
@@ -60,7 +61,7 @@ def _own_address(found: Findings) -> Row:
     told = running.addresses if running is not None else ()
     own = [host for host in net.addresses if host not in net.observed]
     public = [host for host in (*own, *map(host_of, told)) if is_public(host)]
-    relayed = sorted({_relay_of(address) for address in told if "/p2p-circuit" in address})
+    relayed = sorted({relay_of(address) for address in told if is_circuit(address)})
     if relayed:
         return good(what, f"{_local(found)}, reached through the relay {' '.join(map(ui.short_peer, relayed))}")
     outer = next(iter((*net.observed, *translated_hosts(found))), "")
@@ -94,10 +95,6 @@ def _all_near(found: Findings) -> bool:
     hosts = [host for address in reached for host in address.hosts]
     hosts += [host_of(address) for peer in found.peers.values() if peer.calls for address in peer.addresses]
     return bool(reached) and not any(map(is_public, hosts))
-
-
-def _relay_of(address: str) -> str:
-    return address.partition("/p2p-circuit")[0].rpartition("/")[2]
 
 
 # ---- from outside ---------------------------------------------------------------------------------------------------

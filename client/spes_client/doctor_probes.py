@@ -39,7 +39,7 @@ from spes_client.doctor_second import Second
 from spes_client.doctor_transfers import CALL_SECONDS, TIME, Transfers, without_place
 from spes_p2p.crypto.envelope import seal, unseal, unseal_manifest
 from spes_p2p.crypto.keys import Identity
-from spes_p2p.net.addresses import parse_address
+from spes_p2p.net.addresses import is_circuit, parse_address
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.net.limits import UNLIMITED, Limits, Schedule, minute_now
 from spes_p2p.net.relays import GREETING, gives_address
@@ -116,7 +116,7 @@ def list_addresses(questions: Questions, own_peer: str, found: Findings) -> None
         if len(found.addresses) == ADDRESSES_MAX:
             found.addresses_left_out += 1
             continue
-        address.is_relayed = "/p2p-circuit" in multiaddr
+        address.is_relayed = is_circuit(multiaddr)
         address.is_own = bool(own_peer) and address.peer == own_peer
         found.addresses.append(address)
     named = [address.named_run for address in found.addresses if address.named_run is not None]
@@ -409,7 +409,7 @@ class _Probes:
         """The prober dials this machine's own daemon, where it says that it is and where others see it."""
         for _ in range(2):
             with contextlib.suppress(NetworkError):
-                addresses = [each for each in await self._transport.addresses() if "/p2p-circuit" not in each]
+                addresses = [each for each in await self._transport.addresses() if not is_circuit(each)]
                 far = [each for each in addresses if not each.startswith(("/ip4/127.", "/ip6/::1/"))]
                 for address in (far or addresses)[:OWN_MAX]:
                     self._spawn(self._second.dial(OWN, address, address))

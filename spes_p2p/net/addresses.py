@@ -15,6 +15,7 @@ _EXAMPLE = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."
 _HOST_NAME = re.compile(
     r"(?=.{1,253}\Z)[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*"
 )
+_CIRCUIT = "p2p-circuit"
 _PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,64}")
 
 
@@ -40,6 +41,18 @@ def parse_address(text: str) -> tuple[str, str, bytes | None]:
     except RemoteError:
         raise UserError(f"{text!r}: {peer_id!r} is not a peer id; was it cut off when it was copied?") from None
     return address, peer_id, run_id
+
+
+def is_circuit(multiaddr: str) -> bool:
+    """Whether an address leads to its peer through a relay."""
+    return _CIRCUIT in multiaddr.split("/")
+
+
+def relay_of(multiaddr: str) -> str:
+    """Peer id of the relay that an address leads through; empty for none, or one that is not named."""
+    before, mark, _ = multiaddr.partition(f"/{_CIRCUIT}")
+    relay = before.rpartition("/p2p/")[2]
+    return relay if mark and "/" not in relay else ""
 
 
 def check_listen(text: str) -> tuple[str, int]:
@@ -82,6 +95,6 @@ def _check_host_and_port(text: str, parts: list[str], port_min: int = 1) -> None
 
 
 def _check_relay(text: str, parts: list[str]) -> None:
-    relayed = len(parts) == 3 and parts[0] == "p2p" and _PEER_ID.fullmatch(parts[1]) and parts[2] == "p2p-circuit"
+    relayed = len(parts) == 3 and parts[0] == "p2p" and _PEER_ID.fullmatch(parts[1]) and parts[2] == _CIRCUIT
     if parts and not relayed:
         raise UserError(f"{text!r}: '/{'/'.join(parts)}' is not understood; an address looks like {_EXAMPLE}")

@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from dataclasses import dataclass, field
 from typing import Any
 
+from spes_p2p.net.addresses import is_circuit
 from spes_protocols.errors import NetworkError, UserError
 
 PIECE_BYTES = 64 * 1024
@@ -228,7 +229,7 @@ def is_local(addresses: Collection[str]) -> bool:
 
     It is if there is a direct connection to it, and each has a private, link-local or loopback address.
     """
-    direct = [address for address in addresses if "/p2p-circuit" not in address]
+    direct = [address for address in addresses if not is_circuit(address)]
     return bool(direct) and all(_is_local_address(address) for address in direct)
 
 

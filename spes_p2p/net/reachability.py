@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from spes_p2p.net.addresses import is_circuit
+
 
 class Kind(enum.StrEnum):
     """How others get here."""
@@ -64,7 +66,7 @@ def end_of(multiaddr: str) -> tuple[str, int] | None:
     parts = multiaddr.split("/")
     if parts[1:2] == ["ip6zone"]:
         parts = ["", *parts[3:]]
-    if len(parts) < 5 or parts[1] not in ("ip4", "ip6") or parts[3] != "tcp" or "p2p-circuit" in parts:
+    if len(parts) < 5 or parts[1] not in ("ip4", "ip6") or parts[3] != "tcp" or is_circuit(multiaddr):
         return None
     try:
         ip = str(ipaddress.ip_address(parts[2]))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from spes_p2p.net.addresses import is_circuit, relay_of
 from spes_p2p.net.limits import RATE_MAX, UP_MIN, Limiter, Schedule, rate_text
 from spes_p2p.net.transport import Transport
 from spes_protocols.codec import decode, encode
@@ -31,8 +32,6 @@ SILENT_SECONDS = 60.0
 RELAYS_MAX = 64
 SAY_AGAIN_SECONDS = 600.0
 SAID_PEERS_MAX = 8
-
-_CIRCUIT = "/p2p-circuit"
 
 log = logging.getLogger(__name__)
 log.setLevel(logging.INFO)
@@ -90,15 +89,14 @@ def serve_quotas(transport: Transport, quotas: RelayQuotas) -> None:
 
 def is_relayed(addresses: Collection[str]) -> bool:
     """Whether a peer connected at these multiaddrs is reached through relays alone."""
-    return bool(addresses) and all(_CIRCUIT in address for address in addresses)
+    return bool(addresses) and all(is_circuit(address) for address in addresses)
 
 
 def relays_of(addresses: Collection[str]) -> tuple[str, ...]:
     """Peer ids of the relays of a peer connected at these multiaddrs; none where a connection to it is direct."""
     if not is_relayed(addresses):
         return ()
-    found = (address.partition(_CIRCUIT)[0].rpartition("/p2p/")[2] for address in addresses)
-    return tuple(dict.fromkeys(relay for relay in found if relay and "/" not in relay))
+    return tuple(dict.fromkeys(relay for relay in map(relay_of, addresses) if relay))
 
 
 @dataclass(kw_only=True, eq=False)

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from spes_p2p.net import timeouts
+from spes_p2p.net.addresses import is_circuit, relay_of
 from spes_protocols.errors import NetworkError
 
 log = logging.getLogger(__name__)
@@ -30,8 +31,6 @@ LOOKS_MISSING_MAX = 900
 ANSWER_SECONDS = timeouts.RELAY_ANSWER
 GREETING = b"\x13/multistream/1.0.0\n"
 """What libp2p says first on every TCP connection."""
-
-_CIRCUIT = "/p2p-circuit"
 
 _chance = random.SystemRandom()
 
@@ -55,7 +54,7 @@ class Restartable(Protocol):
 
 def has_place(addresses: Sequence[str]) -> bool:
     """Whether a relay gives an address among a peer's own."""
-    return any(_CIRCUIT in address for address in addresses)
+    return any(is_circuit(address) for address in addresses)
 
 
 def gives_address(relay: str) -> bool:
@@ -67,7 +66,7 @@ def gives_address(relay: str) -> bool:
 def place_at(relay: str, addresses: Sequence[str]) -> str:
     """Whether a peer with these own addresses has a place at a relay: "held", "none", or "unknown"."""
     peer = relay.rpartition("/p2p/")[2]
-    if any(f"/p2p/{peer}{_CIRCUIT}" in address for address in addresses):
+    if any(relay_of(address) == peer for address in addresses):
         return "held"
     return "none" if gives_address(relay) else "unknown"
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spes_p2p.net.addresses import parse_address
+from spes_p2p.net.addresses import is_circuit, parse_address
 from spes_p2p.net.transport import Transport
 from spes_p2p.peer.contacts import Contacts
 from spes_p2p.peer.peer import Peer
@@ -109,7 +109,7 @@ async def network_now(transport: Transport, contacts: Contacts, before: Remember
 
     What was remembered is not forgotten for silence: after a night offline everybody is silent. Raises `NetworkError`.
     """
-    own = [address.split("/") for address in await transport.addresses() if "/p2p-circuit" not in address]
+    own = [address.split("/") for address in await transport.addresses() if not is_circuit(address)]
     ports = [int(parts[4]) for parts in own if parts[3] == "tcp"]
     presences = [contacts.presence(other) for other in sorted(contacts.fresh())]
     addresses: dict[str, str] = {}

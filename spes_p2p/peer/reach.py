@@ -20,7 +20,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
-from spes_p2p.net.addresses import parse_address
+from spes_p2p.net.addresses import is_circuit, parse_address
 from spes_p2p.net.daemon import Daemon
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.net.reachability import Answer, Kind, Verdict, end_of, judge
@@ -253,7 +253,7 @@ class Reach:
             for text in presence.addresses if presence is not None and presence.role == "bootstrap" else ():
                 with contextlib.suppress(UserError):  # what a peer calls its address may be anything
                     address, owner, _ = parse_address(text)
-                    if owner == peer and "/p2p-circuit" not in address and gives_address(address):
+                    if owner == peer and not is_circuit(address) and gives_address(address):
                         found.append(address)
                         break
         return _chance.sample(found, min(len(found), RELAYS_MAX))

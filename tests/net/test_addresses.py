@@ -2,7 +2,7 @@
 
 import pytest
 
-from spes_p2p.net.addresses import check_announce, check_listen, parse_address
+from spes_p2p.net.addresses import check_announce, check_listen, is_circuit, parse_address, relay_of
 from spes_protocols.errors import UserError
 
 PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
@@ -19,6 +19,7 @@ OTHER = "12D3KooWJWoaqZhDaoEFshF7Rh1bpY9ohihFhzcW6d69Lr2NASuq"
     ],
 )
 def test_an_address_with_and_without_a_run_id(address: str) -> None:
+    assert is_circuit(address) is (OTHER in address) and relay_of(address) == (OTHER if OTHER in address else "")
     assert parse_address(f" {address}\n") == (address, PEER, None)
     assert parse_address(f"{address}#{'0a' * 32}") == (address, PEER, b"\x0a" * 32)
 
@@ -49,6 +50,11 @@ def test_an_address_with_and_without_a_run_id(address: str) -> None:
 def test_what_is_wrong_with_an_address_is_said(text: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
         parse_address(text)
+
+
+def test_a_relay_that_is_not_named_is_one_still() -> None:
+    assert is_circuit("/ip4/1.2.3.4/tcp/1/p2p-circuit") and not relay_of("/ip4/1.2.3.4/tcp/1/p2p-circuit")
+    assert not is_circuit("/dns4/p2p-circuit.example.org/tcp/1")
 
 
 def test_listen_and_announce_addresses() -> None:
