@@ -179,12 +179,12 @@ class Gathering:
         failures: list[BaseException] = []
         try:
             with contextlib.ExitStack() as stack:
-                asks = False
+                asks = False  # once slow, slow for this time: what is begun and left again costs a stream
                 while self._left:
-                    if is_slow(self._author, self._seen.rates):
-                        if not asks:
-                            asks = True
-                            stack.enter_context(self._exchange.asking(self._left))
+                    if not asks and is_slow(self._author, self._seen.rates):
+                        asks = True
+                        stack.enter_context(self._exchange.asking(self._left))
+                    if asks:
                         await self._move()
                     else:
                         self._start_all()
