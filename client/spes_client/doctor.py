@@ -24,7 +24,7 @@ from spes_protocols.types import GROUPS_MAX
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from spes_client.doctor_findings import Findings
+    from spes_client.doctor_findings import Findings, Flag
     from spes_client.doctor_rows import Row
     from spes_p2p.net.limits import Schedule
     from spes_p2p.peer.options import PeerOptions
@@ -113,16 +113,16 @@ def _options(args: argparse.Namespace, home: Path) -> PeerOptions:
     """What `spes-join` would start with: the same flags, read by its own parser."""
     from spes_client import join
 
-    flags = [f"{name}={value}" if value else name for name, value in _flags(args)]
+    flags = [name if value is None else f"{name}={value}" for name, value in _flags(args)]
     return join.options_of(join.build_parser().parse_args([f"--dir={home}", *flags]))
 
 
-def _flags(args: argparse.Namespace) -> tuple[tuple[str, str], ...]:
-    """The flags that `spes-join` has too, but --dir and --peer; one that takes no value with an empty one."""
-    given = [("--listen", address) for address in args.listen or ()]
+def _flags(args: argparse.Namespace) -> tuple[Flag, ...]:
+    """The flags that `spes-join` has too, but --dir and --peer."""
+    given: list[Flag] = [("--listen", address) for address in args.listen or ()]
     given += [("--relay", address) for address in args.relay or ()]
     values = [("--" + name.replace("_", "-"), getattr(args, name)) for name in _JOINS]
-    switches = [("--no-port-map", "")] if args.no_port_map else []
+    switches: list[Flag] = [("--no-port-map", None)] if args.no_port_map else []
     return (*given, *((name, str(value)) for name, value in values if value is not None), *switches)
 
 
@@ -133,7 +133,7 @@ async def examine(
     options: PeerOptions,
     *,
     is_listen_asked: bool = False,
-    flags: tuple[tuple[str, str], ...] = (),
+    flags: tuple[Flag, ...] = (),
     clock: Callable[[], float] = time.time,
     seconds_max: float | None = None,
 ) -> Findings:

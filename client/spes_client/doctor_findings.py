@@ -20,6 +20,9 @@ GIVEN = "given"
 REMEMBERED = "remembered"
 DIRECT = "direct"
 RELAYED = "relayed"
+Flag = tuple[str, str | None]
+"""A flag of the command line and its value, None for one that takes none."""
+
 PEER, OWN, RELAY = "peer", "own", "relay"
 
 
@@ -251,7 +254,7 @@ class Findings:
 
     home: Path
     is_default_home: bool
-    flags: tuple[tuple[str, str], ...] = ()
+    flags: tuple[Flag, ...] = ()
     program: str = ""
     python: str = ""
     protocol: str = ""

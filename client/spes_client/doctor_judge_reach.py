@@ -34,7 +34,7 @@ def is_reachable(found: Findings) -> bool:
 
 def forward(found: Findings) -> str:
     """What to do for direct connections behind a router, and the command that goes with it."""
-    port = next((value.rpartition("/")[2] for name, value in found.flags if name == "--listen"), "0")
+    port = next((value.rpartition("/")[2] for name, value in found.flags if name == "--listen" and value), "0")
     is_chosen = port.isdigit() and int(port)
     command = join(found) if is_chosen else join(found, _LISTEN_FLAG)
     what = f"turn on UPnP in the router, or forward its TCP port {port if is_chosen else '4001'} to this machine"

@@ -23,7 +23,9 @@ def second_rows(found: Findings) -> Iterator[Row]:
         )  # fmt: skip
         return
     if second.problem:
-        yield unclear(what, "none: the prober does not work", second.problem, _INSTALL)
+        is_late = second.problem.startswith("it did not start within")
+        next_step = f"when less is going on: {again(found)}" if is_late else _INSTALL
+        yield unclear(what, "none: the prober does not work", second.problem, next_step)
         return
     differing = list(_differing(found))
     dials = [dial for dial in second.dials if dial.kind in (PEER, RELAY)]

@@ -109,7 +109,7 @@ def _a_peer(found: Findings) -> list[str]:
 def _flags(found: Findings, more: tuple[str, ...], without: tuple[str, ...]) -> Iterator[str]:
     for name, value in found.flags:
         if name not in without and not _has(more, name):
-            yield f"{name} {shlex.quote(ui.one_line(value))}" if value else name
+            yield name if value is None else f"{name} {shlex.quote(ui.one_line(value))}"
 
 
 def _has(words: tuple[str, ...], name: str) -> bool:

@@ -192,7 +192,10 @@ async def started(interpreter: Path) -> AsyncIterator[Prober]:
         if reading is not None:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-        await process.wait()
+        try:
+            await process.wait()
+        finally:  # also where that is cut short: else its pipes complain when the loop is gone
+            process._transport.close()  # type: ignore[attr-defined]
 
 
 def dialled(told: Mapping[str, Any]) -> Dialled:

@@ -125,6 +125,27 @@ def test_a_silent_prober_is_given_up_and_ended(tmp_path: Path, monkeypatch: pyte
         os.kill(pid, 0)
 
 
+def test_one_whose_end_is_not_waited_for_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline of all probes, while a prober that came up too late is ended."""
+    monkeypatch.setattr(prober, "START_SECONDS", 0.0)
+    begun = []
+
+    async def wait(process: asyncio.subprocess.Process) -> int:
+        begun.append(process)
+        raise asyncio.CancelledError
+
+    async def start() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(asyncio.subprocess.Process, "wait", wait)
+            with pytest.raises(asyncio.CancelledError):
+                async with started(Path(sys.executable)):
+                    pass
+        assert begun[0]._transport.is_closing()
+        await begun[0].wait()
+
+    asyncio.run(start())
+
+
 @pytest.mark.parametrize("code", ["#!/bin/sh\n", "#!/bin/sh\necho hello\n", "#!/nowhere\n"])
 def test_what_is_no_prober_does_not_start(tmp_path: Path, code: str) -> None:
     async def start() -> None:

@@ -147,7 +147,7 @@ def to_peer(**fields: object) -> Change:
     return lambda found: changed(found.peers[ADA], **fields)
 
 
-def flagged(name: str, value: str) -> Change:
+def flagged(name: str, value: str | None) -> Change:
     return lambda found: changed(found, flags=((name, value),))
 
 
@@ -279,6 +279,7 @@ CASES: list[tuple[str, str, Change, str, str]] = [
      "no place", "--relay r"),
     ("second opinion", "unknown", lambda f: changed(f.second, is_installed=False), "not installed", "--install-prober"),
     ("second opinion", "unknown", lambda f: changed(f.second, problem="it does not start"), "not start", "--install"),
+    ("second opinion", "unknown", lambda f: changed(f.second, problem="it did not start within 9 s"), "within", "less"),
     ("second opinion", "unknown", both(dialled(), lambda f: changed(f.second, version="")), "very busy", "spes doctor"),
     ("second opinion", "unknown", dialled(), "no address to try", "--peer ADDRESS"),
     ("dial back", "ok",

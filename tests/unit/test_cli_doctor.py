@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from spes_client import doctor_local as local
-from spes_client.doctor import _limits, examine
+from spes_client import main
+from spes_client.doctor import _flags, _limits, examine
 from spes_client.doctor_findings import (
     REMEMBERED,
     Findings,
@@ -248,6 +249,7 @@ def test_usage_errors(spes: Spes) -> None:
     assert "--device" in spes("doctor", "--device", "abacus").error
     assert spes("doctor", "--device", "abacus").code == 2
     assert "unrecognized arguments" in spes("doctor", "--hurry").error
+    assert _flags(main.build_parser().parse_args(["doctor", "--listen=", "--no-port-map"]))[0] == ("--listen", "")
     assert "is not a rate" in spes("doctor", "--max-up", "much").error
 
 

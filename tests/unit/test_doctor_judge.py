@@ -150,7 +150,7 @@ def commands(advice: str) -> list[str]:
 
 
 HARD = [
-    both(flagged("--no-port-map", ""), on_net(daemon_seconds=None)),
+    both(flagged("--no-port-map", None), on_net(daemon_seconds=None)),
     both(flagged("--groups", "2"), at_home(running=running(waiting="for 2 owners"))),
     both(flagged("--max-up", "10mbit,23:00-07:00=none"), on_net(relays=[RelayFound(address="r x", asked=True)])),
     with_addresses(unreached("gone", text="/dns4/it's me; rm -rf /tcp/1")),
