@@ -169,7 +169,7 @@ def _summary(status: StatusReply) -> RenderableType:
         ("speed", speed_text(status)),
         ("tokens", f"{ui.count_text(status.tokens)} by everybody"),
         ("trainer", f"{status.trainer}{pid}"),
-        *((("disk", f"at most {ui.bytes_text(status.disk_bytes_max)}"),) if status.disk_bytes_max else ()),
+        *((("disk", f"at most {status.disk_bytes_max / 2**30:g} GiB"),) if status.disk_bytes_max else ()),
         ("traffic", f"{ui.bytes_text(status.bytes_up)} sent, {ui.bytes_text(status.bytes_down)} received"),
         *((("limits", status.limits),) if status.limits else ()),
         ("peers", f"{direct} direct, {relayed} relayed"),
