@@ -21,7 +21,7 @@ help:
 	@echo "make soak     the agreement simulator over SEEDS=$(SEEDS) seeds; STATE=file: can be stopped and resumed;"
 	@echo "              then TRANSFERS=$(TRANSFERS) blobs over streams that break"
 	@echo "make chaos    real processes under kills, cut lines, full disks: MINUTES=$(MINUTES) PEERS=$(PEERS); RESUME=dir goes on"
-	@echo "make nat      peers behind routers of every kind: which of them reach one another (root, iptables)"
+	@echo "make nat      swarms of volunteers behind routers of every kind: how they reach one another (root, iptables)"
 	@echo "make vectors  write the golden vectors anew (a change of the wire format)"
 	@echo "make proto    generate control_pb2 from protocols/spes_protocols/control.proto"
 

@@ -5,14 +5,20 @@
       box ---- host        a home: the box translates addresses, 192.168.1.0/24 behind it
       box ---- box ---- host
 
+Where a round trip is to take time, a process is in the place of the bridge (benchmarks/emulated/line.py).
 To be built inside `tests.chaos.cage.enter()`: everything vanishes with the last process inside.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+import struct
 import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 KINDS = ("public", "full-cone", "port-restricted", "resetting", "symmetric", "double", "closed")
 """How a host is reached from outside. Routers drop what nobody inside asked for, but `resetting` answers with a reset:
@@ -25,6 +31,9 @@ KINDS = ("public", "full-cone", "port-restricted", "resetting", "symmetric", "do
 - `closed`: a port-restricted one that lets out only what goes to port 443.
 """
 
+_LINE = Path(__file__).resolve().parents[2] / "benchmarks" / "emulated" / "line.py"
+_BITS_PER_SECOND = 1e9
+_TUNSETIFF, _TAP, _NO_HEADER = 0x400454CA, 0x0002, 0x1000
 _TOOLS = ("ip", "iptables", "mount", "nsenter", "unshare")
 
 
@@ -48,9 +57,14 @@ class Host:
 
 
 class Internet:
-    """The bridge that all public addresses are on, and who is on it."""
+    """The bridge that all public addresses are on, and who is on it.
 
-    def __init__(self) -> None:
+    With a `round_trip_seconds` nothing gets through before `connect`, which is called when all hosts are there.
+    """
+
+    def __init__(self, *, round_trip_seconds: float = 0.0) -> None:
+        self._round_trip = round_trip_seconds
+        self._taps: list[int] = []
         self._hosts = 0
         self.boxes: dict[str, Host] = {}
         """The routers at a home's line, by the home's name."""
@@ -63,14 +77,25 @@ class Internet:
         self._hosts += 1
         address = f"11.0.113.{self._hosts}"
         _machine(name)
-        _run(
-            "ip", "-n", "internet", "link", "add", "name", f"to{self._hosts}", "type", "veth",
-            "peer", "name", "wan", "netns", name,
-        )  # fmt: skip
-        _run("ip", "-n", "internet", "link", "set", f"to{self._hosts}", "master", "core", "up")
+        end = f"to{self._hosts}"
+        if self._round_trip:
+            self._taps.append(_tap(end))
+            _run("ip", "link", "set", end, "netns", name)
+            _run("ip", "-n", name, "link", "set", end, "name", "wan")
+        else:
+            _run(
+                "ip", "-n", "internet", "link", "add", "name", end, "type", "veth", "peer", "name", "wan", "netns", name
+            )
+            _run("ip", "-n", "internet", "link", "set", end, "master", "core", "up")
         _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "wan")
         _run("ip", "-n", name, "link", "set", "wan", "up")
         return Host(name, address)
+
+    def connect(self) -> None:
+        """Start the process between the hosts; it ends with us."""
+        ends = [f"{tap}:{_BITS_PER_SECOND:.0f}" for tap in self._taps]
+        command = [sys.executable, str(_LINE), str(self._round_trip), *ends]
+        subprocess.Popen(command, pass_fds=self._taps, stdin=subprocess.DEVNULL)
 
     def home(self, kind: str, name: str) -> Host:
         """A host that is reached as `kind` says."""
@@ -94,6 +119,13 @@ class Internet:
         _run("ip", "-n", name, "route", "add", "default", "via", f"{net}.1")
         _route(box, f"{net}.2", kind)
         return Host(name, f"{net}.2")
+
+
+def _tap(name: str) -> int:
+    """A device of which this process has the other end."""
+    descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TAP | _NO_HEADER))
+    return descriptor
 
 
 def _machine(name: str) -> None:
