@@ -62,8 +62,9 @@ _CHOICES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "lag-start": (
         "FROM",
         ui.one_of(*LAG_STARTS),
-        "with lag 1: a round begins from own weights, or the agreed ones known (own or agreed; default own)",
+        "with lag 1: a round begins from own, half or agreed (docs/lab.md; default own)",
     ),
+    "lag-from": ("SHARE", ui.number(0.0, 1.0), "with lag 1: share of the run that is trained without (default 0)"),
 }
 """Flags that may be repeated: metavar, type, meaning. Without a flag `Settings` has the value."""
 

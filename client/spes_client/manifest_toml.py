@@ -92,6 +92,7 @@ MEANINGS: dict[str, dict[str, str]] = {
     "Rounds": {
         "phases": "How long rounds are, from which schedule step on. The first begins at 0, the others ascend.",
         "lag": "rounds that training may run ahead of the agreement",
+        "lag_from_step": "schedule step from which on it may; the early, steep part of a run loses by it",
         "grace_seconds": "how long to wait for more contributions once 2/3 of the groups are there",
         "blob_seconds": "how long a contribution's files may take to arrive",
         "propose_seconds": "how long to wait for a leader's proposal before the next leader's turn",

@@ -153,6 +153,7 @@ class Rounds:
 
     phases: Annotated[tuple[Phase, ...], Size(1, 16)]
     lag: Annotated[int, Range(0, 1)] = 0
+    lag_from_step: Count = 0
     grace_seconds: Seconds = 30.0
     blob_seconds: Seconds = 300.0
     propose_seconds: Annotated[float, Range(0.05, 3600.0)] = 10.0

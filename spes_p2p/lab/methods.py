@@ -124,19 +124,30 @@ class Method(ABC):
         if not settings.lag:
             self.model.load(exact)
             return self.train(peer, plan, self.sequences)
-        start = exact if self._known is None else {**self._known, **peer.ahead}
+        is_early = plan.step < self.manifest.rounds.lag_from_step
+        start = exact if self._known is None or is_early else {**self._known, **peer.ahead}
         self.model.load(start)
         arrival = max(1, round(settings.lag_arrival * plan.steps))
 
         def take_in(step: StepReport) -> None:
-            if step.steps == arrival:
+            if step.steps == arrival and start is not exact:
                 moved = {name: values + (exact[name] - start[name]) for name, values in self.trained().items()}
                 self.model.load({**exact, **moved})
 
         result = self.train(peer, plan, self.sequences, take_in)
-        goes_on = self.trained() if settings.lag_start == "own" else exact
-        peer.ahead = {name: goes_on[name].copy() for name in self.model.trainable()}
+        peer.ahead = {name: self.goes_on(name, values, exact[name]) for name, values in self.trained().items()}
         return result
+
+    def goes_on(self, name: str, trained: FloatArray, exact: FloatArray) -> FloatArray:
+        """From where the next round begins with a tensor that this one moved from `exact` to `trained`; a copy."""
+        start = self.settings.lag_start
+        if start == "half" and self.is_shared(name):
+            return exact + (trained - exact) * np.float32(0.5)
+        return (exact if start == "agreed" else trained).copy()
+
+    def is_shared(self, name: str) -> bool:
+        """Whether others train this tensor too."""
+        return True
 
     def train(
         self,
@@ -240,6 +251,10 @@ class Spes(Method):
             device_bytes=device_bytes,
             host_bytes=host_bytes,
         )
+
+    def is_shared(self, name: str) -> bool:
+        """An expert is its owner's alone."""
+        return self.model.sections[name] == SHARED
 
     def group_of(self, place: int, number: int) -> int:
         """The group that the peer at a place owns in a round."""

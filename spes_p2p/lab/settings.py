@@ -28,7 +28,7 @@ from spes_protocols.manifest import (
 
 METHODS = ("spes", "diloco", "fedavg", "central")
 
-LAG_STARTS = ("own", "agreed")
+LAG_STARTS = ("own", "half", "agreed")
 
 NANO = Model(
     vocab_size=1024,
@@ -58,9 +58,10 @@ class Settings:
     peer every so many rounds (0: never). Without a codec, `spes` has the swarm's (int4, int8), the others fp32, as they
     were published; they code the whole model with `codec_shared`.
 
-    With a `lag` of 1 (`spes`, `diloco`) round r + 1 begins from a peer's own weights (`lag_start` "own") or from S_r
-    without its movement since ("agreed"), and S_{r+1} is there after a share of `lag_arrival` of its steps, rounded to
-    whole ones and at least one.
+    With a `lag` of 1 (`spes`, `diloco`) round r + 1 begins from a peer's own weights (`lag_start` "own"), from S_r
+    without its movement since ("agreed"), or from S_r with half of it in what all train and its own weights in what it
+    owns ("half"); and S_{r+1} is there after a share of `lag_arrival` of its steps, rounded to whole ones and at least
+    one. Rounds that begin before a share of `lag_from` of the run have none.
     """
 
     method: str
@@ -85,6 +86,7 @@ class Settings:
     lag: int = 0
     lag_arrival: float = 1.0
     lag_start: str = "own"
+    lag_from: float = 0.0
 
     def normal(self) -> Settings:
         """The same run with what its method does not know at one value."""
@@ -114,6 +116,7 @@ class Settings:
             bias_until=result.bias_until if biased else 0.0,
             lag_arrival=result.lag_arrival if ahead else 0.0,
             lag_start=result.lag_start if ahead else "",
+            lag_from=result.lag_from if ahead else 0.0,
         )
 
     @property
@@ -133,8 +136,9 @@ class Settings:
         if self.rotate:
             words.append(f"rotating every {self.rotate}")
         if self.lag:
-            start = "" if self.lag_start == "own" else f" from the {self.lag_start} state"
-            words.append(f"lag {self.lag}{start}, arrival {self.lag_arrival:g}")
+            start = {"own": "", "half": " from half", "agreed": " from the agreed state"}[self.lag_start]
+            since = f" after {self.lag_from:g}" if self.lag_from else ""
+            words.append(f"lag {self.lag}{since}{start}, arrival {self.lag_arrival:g}")
         usual = Settings(method=self.method).normal()
         if (self.codec_shared, self.codec_group) != (usual.codec_shared, usual.codec_group):
             words.append(f"{self.codec_shared}/{self.codec_group}")
@@ -167,7 +171,11 @@ def manifest_of(settings: Settings, model: Model, data: Data) -> Manifest:
         ownership=Ownership(groups=settings.peers, min_peers=settings.peers),
         optimizer=Optimizer(lr=settings.lr, warmup_steps=max(1, round(_WARMUP_SHARE * steps)), total_steps=steps),
         routing=Routing(owned_bias=settings.bias, owned_bias_until_step=round(settings.bias_until * steps)),
-        rounds=Rounds(phases=(Phase(from_step=0, steps=settings.h, batch_sequences=settings.batch),)),
+        rounds=Rounds(
+            phases=(Phase(from_step=0, steps=settings.h, batch_sequences=settings.batch),),
+            lag=settings.lag,
+            lag_from_step=round(settings.lag_from * steps),
+        ),
         merging=Merging(
             alpha=settings.merge_alpha,
             interval=settings.merge_interval,

@@ -474,16 +474,18 @@ class Peer:
             groups=member.groups,
             out_dir=str(self.run_dir.out_dir),
         )
-        if self.manifest.rounds.lag and self.options.rounds_max != head.round + 1:
-            task.ahead.CopyFrom(self._steps_ahead(place))
+        if self.options.rounds_max != head.round + 1 and (ahead := self._steps_ahead(place)) is not None:
+            task.ahead.CopyFrom(ahead)
         if ready is not None and ready.has_pending:
             self.publisher.fill_outcome(task, ready.pending_epoch, ready.pending_round)
         return task
 
-    def _steps_ahead(self, place: int) -> control_pb2.LocalSteps:
-        """What this peer is to train in the next round, if the member table stays as it is (SPEC 6.9)."""
-        head = self.chain.head
+    def _steps_ahead(self, place: int) -> control_pb2.LocalSteps | None:
+        """What this peer is to train in the next round, if the member table stays; None: nothing ahead (SPEC 6.9)."""
+        head, rounds = self.chain.head, self.manifest.rounds
         step = head.step + self.manifest.phase(head.step).steps
+        if not rounds.lag or step < rounds.lag_from_step:
+            return None
         cursor = next_cursor(head.cursor, self.manifest.round_sequences(head.step), len(head.members))
         phase = self.manifest.phase(step)
         return control_pb2.LocalSteps(

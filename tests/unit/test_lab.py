@@ -217,12 +217,13 @@ class Walk:
         return RoundResult(steps=plan.steps, tokens=ROUND, loss=1.0)
 
 
-@pytest.mark.parametrize("start", ["own", "agreed"])
+@pytest.mark.parametrize(("start", "since"), [("own", 0), ("own", 2), ("half", 0), ("agreed", 0)])
 @pytest.mark.parametrize("arrival", [0.5, 1.0])
 def test_lag_1_takes_the_agreed_state_in_a_round_late(
-    arrival: float, start: str, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arrival: float, start: str, since: int, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = settings("spes", lag=1, lag_arrival=arrival, lag_start=start, tokens=6 * ROUND, **LOSSLESS)
+    lag = {"lag": 1, "lag_arrival": arrival, "lag_start": start, "lag_from": since / 3}
+    wanted = settings("spes", tokens=6 * ROUND, **lag, **LOSSLESS)
     method, _, genesis = make(wanted, data, tmp_path)
     walk = Walk(method, [1.0, 2.0, 10.0, 20.0, 100.0, 200.0])
     monkeypatch.setattr(method, "train", walk)
@@ -236,10 +237,12 @@ def test_lag_1_takes_the_agreed_state_in_a_round_late(
         expected = {name: values + mean[section[name]] for name, values in states[number].items()}
         assert close(dict(states[number + 1]), expected, 1e-4)
         for place in (0, 1):
-            begun, known = walk.starts[2 * number + place], states[max(0, number - 1)]
-            own = (1 + place) * moved[number - 1] if number and start == "own" else 0.0
-            trained = ("shared", f"group/{place}")
-            expected = {name: values + own * (section[name] in trained) for name, values in known.items()}
+            is_ahead = number > 0 and number >= since
+            begun, known = walk.starts[2 * number + place], states[number - is_ahead]
+            own = (1 + place) * moved[number - 1] if is_ahead else 0.0
+            shared, owned = {"half": (0.5, 1.0), "own": (1.0, 1.0), "agreed": (0.0, 0.0)}[start]
+            goes_on = {"shared": shared * own, f"group/{place}": owned * own}
+            expected = {name: values + goes_on.get(section[name], 0.0) for name, values in known.items()}
             assert close(begun, expected, 1e-4)
 
 
@@ -358,6 +361,7 @@ def test_lag_is_part_of_a_run_where_the_method_knows_it() -> None:
     ]  # fmt: skip
     assert runs[1].variant == "spes, lag 1, arrival 0.25"
     assert dataclasses.replace(runs[1], lag_start="agreed").variant == "spes, lag 1 from the agreed state, arrival 0.25"
+    assert dataclasses.replace(runs[1], lag_from=0.2).variant == "spes, lag 1 after 0.2, arrival 0.25"
 
 
 OUTCOME = Outcome(
@@ -450,7 +454,7 @@ def test_the_command_trains_what_is_missing_and_shows_it(
         (("--method", "spes", "--bias", "x"), "argument --bias: 'x': expected a number from 0 to 64"),
         (("--method", "spes", "--lag", "2"), "argument --lag: '2': expected a whole number from 0 to 1"),
         (("--method", "spes", "--lag-arrival", "0"), "argument --lag-arrival: '0': expected a number from 0.001 to 1"),
-        (("--method", "spes", "--lag-start", "S"), "argument --lag-start: 'S': expected one of own, agreed"),
+        (("--method", "spes", "--lag-start", "S"), "argument --lag-start: 'S': expected one of own, half, agreed"),
         (("--method", "spes", "--peers", "3"), "--peers 3: expected a divisor of the model's 8 experts"),
         (("--method", "spes", "--tokens", "100"), "--tokens 100 is less than one round: 4 peers x 20 steps"),
         (("--method", "spes", "--threads", "0"), "argument --threads: '0': expected a whole number"),

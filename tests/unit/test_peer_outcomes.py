@@ -11,6 +11,7 @@ import pytest
 from spes_p2p.core.rounds import Participant
 from spes_p2p.peer import stall
 from spes_p2p.peer.contribution import Publisher
+from spes_p2p.peer.peer import Peer
 from spes_protocols import control_pb2
 from spes_protocols import manifest as m
 from spes_protocols.messages import Header
@@ -85,6 +86,20 @@ def test_a_reset_abandons_what_it_takes_back_and_nothing_else(lines: tuple[Line,
     one.reset(target, 1)
     assert outcome(one, PEERS[0].peer_id, before.epoch, before.round).outcome == control_pb2.MISSED
     assert outcome(one, PEERS[0].peer_id, after.epoch, after.round).outcome == control_pb2.ABANDONED
+
+
+def test_rounds_are_trained_ahead_from_a_step_on(lines: tuple[Line, Line]) -> None:
+    one, _ = lines
+    following = one.head.step + MANIFEST.phase(one.head.step).steps
+
+    def ahead(**rounds: int) -> control_pb2.LocalSteps | None:
+        manifest = replace(MANIFEST, rounds=replace(MANIFEST.rounds, **rounds))
+        return Peer._steps_ahead(cast(Any, SimpleNamespace(chain=one.chain, manifest=manifest)), 0)
+
+    assert ahead(lag=0) is None
+    assert ahead(lag=1, lag_from_step=following + 1) is None
+    task = ahead(lag=1, lag_from_step=following)
+    assert task is not None and task.step == following
 
 
 @pytest.mark.parametrize("rule", ["continue", "pause"])
