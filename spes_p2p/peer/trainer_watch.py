@@ -5,7 +5,7 @@ from __future__ import annotations
 from spes_protocols import control_pb2
 
 START_SECONDS = 300.0
-"""How long a trainer may take to come up: a cold disk, a card to be woken."""
+"""How long a trainer may take to come up, and as long again for its first step: a cold disk, a card to be woken."""
 
 SILENT_SECONDS_MIN = 20.0
 """A machine that is merely busy is silent for less."""
@@ -25,6 +25,7 @@ class TrainerWatch:
     def __init__(self, stall_seconds: float) -> None:
         self._stall_seconds = stall_seconds
         self._allowed: float | None = None
+        self._has_stepped = True
         self._silent = 0.0
         self._looked_at = 0.0
         self._step: tuple[int, int, float] | None = None
@@ -32,11 +33,14 @@ class TrainerWatch:
 
     def starting(self, now: float) -> None:
         """A process was started, and will say that it is ready."""
+        self._has_stepped = False
         self._expect(max(START_SECONDS, self._stall_seconds), now)
 
     def working(self, now: float) -> None:
         """It has a task, and will tell of each step. One more while it has one is no reason to wait longer."""
         allowed = max(SILENT_SECONDS_MIN, self._stall_seconds, STEPS_SILENT * self._step_seconds)
+        if not self._has_stepped:
+            allowed = max(allowed, START_SECONDS)
         if self._allowed is None:
             self._expect(allowed, now)
         self._allowed = allowed
@@ -51,6 +55,7 @@ class TrainerWatch:
             seconds = (now - self._step[2]) / (progress.step - self._step[1])
             self._step_seconds += (_SHARE_OF_LAST if self._step_seconds else 1.0) * (seconds - self._step_seconds)
         self._step = (progress.round, progress.step, now)
+        self._has_stepped = self._has_stepped or progress.step > 0
         if self._allowed is not None:
             self.resting()
             self.working(now)
