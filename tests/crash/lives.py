@@ -48,7 +48,7 @@ from tests.unit.delta_support import random_arrays
 from tests.unit.hostile_support import MemoryTransport
 from tests.unit.log_support import ADA, RunLog
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 240.0
 """For a life that must come to an end; only a failure waits so long."""
 
 ROUNDS_BEFORE = 2

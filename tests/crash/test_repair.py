@@ -26,7 +26,7 @@ from spes_p2p.store.repair import Repair
 from spes_p2p.store.rundir import RunDir
 from spes_protocols.messages import Header, Prevote
 from tests.crash.faults import Faults, Kind
-from tests.crash.lives import ROUNDS_BEFORE, Life, LonelyPeer, faulty, live, make_home, run_dir
+from tests.crash.lives import PATIENCE_SECONDS, ROUNDS_BEFORE, Life, LonelyPeer, faulty, live, make_home, run_dir
 from tests.unit.log_support import ADA, ORGANIZER, flip_file, make_manifest
 
 LAST = ROUNDS_BEFORE - 1
@@ -333,7 +333,7 @@ def test_a_peer_whose_votes_may_be_lost_keeps_still(home: Path) -> None:
         with faulty(faults), run_dir(home).lock():
             peer = LonelyPeer(home, faults, ROUNDS_BEFORE + 1, life)
             running = asyncio.create_task(peer.run([]))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 await refused.wait()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
