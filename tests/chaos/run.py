@@ -63,12 +63,15 @@ class Run:
         return True
 
     def _phase(self, swarm: Swarm, phase: str, seconds: float, tick: Callable[[], None] = lambda: None) -> None:
-        """A phase begins now, at a commit, and ends at the first commit after its time."""
+        """A phase begins now, at a commit, and ends after its time, if it has seen a commit by then."""
         account = self._account
         self._say(f"-- {phase}: {seconds:.0f} s")
         account.begin(phase, time.monotonic())
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and not self._stop.wait(TICK_SECONDS):
+        now, rounds = time.monotonic(), account.rounds[phase]
+        until, latest = now + seconds, now + seconds + OPEN_SECONDS
+        while (time.monotonic() < until or account.rounds[phase] == rounds) and time.monotonic() < latest:
+            if self._stop.wait(TICK_SECONDS):
+                break
             tick()
             self._watch(swarm)
         if phase == CALM:
