@@ -71,16 +71,17 @@ class _PendingCalls(dict[Any, "asyncio.Future[Any]"]):
         return future is not None and not future.done()
 
 
-def _checked_find(call_find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+def _checked_find(call_find: Callable[..., Awaitable[Any]], own: Any) -> Callable[..., Awaitable[Any]]:
     """hivemind's question to one node, with the expiry of what it found taken from the checked records themselves.
 
     A node may claim any expiry for its answer as a whole, and a late enough one ends the search: only that node's
-    choice of the records would be seen.
+    choice of the records would be seen. `own`, our node id, is no answer: who knew a server names it to the client.
     """
 
     async def find(peer: PeerID, keys: Collection[Any]) -> Any:
         answers = await call_find(peer, keys)
         for key, (found, nearest) in (answers or {}).items():
+            nearest.pop(own, None)
             if found is not None:
                 expiries = [item.expiration_time for _, item in found.value.items()]
                 checked = hivemind_timed_storage.ValueWithExpiration(found.value, max(expiries)) if expiries else None
@@ -150,7 +151,7 @@ class Directory:
             )
             protocol = self._node.protocol
             protocol.storage = protocol.cache = RecordStorage(self.now)
-            protocol.call_find = _checked_find(protocol.call_find)
+            protocol.call_find = _checked_find(protocol.call_find, self._node.node_id)
             self._watch = asyncio.create_task(self._keep_attached())
             if ids and not await self._join() and not is_there:  # one that tells the time may be a client itself
                 raise NetworkError(f"no answer from the directory at {', '.join(ids)}; check that it is running")

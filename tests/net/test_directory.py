@@ -158,6 +158,8 @@ async def test_a_client_is_in_nobodys_routing_table_until_it_serves(net: Net) ->
     await until(answers)
     await client.dht.serve(False)
     assert not await answers()
+    protocol_of(first).routing_table.add_or_update_node(protocol_of(client).node_id, PeerID.from_base58(client.peer_id))
+    await client.dht.publish(KEY, b"to one that takes it for a server", 600)
     await until(is_forgotten)
     await everybody_reads(b"as a client again")
     assert known_to(first, second) <= servers
