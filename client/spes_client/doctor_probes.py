@@ -33,7 +33,7 @@ from spes_client.doctor_findings import (
     PeerFound,
     RelayFound,
 )
-from spes_client.doctor_judge_reach import is_public
+from spes_client.doctor_judge_reach import host_of, is_public
 from spes_client.doctor_local import aside, is_mine, local_address
 from spes_client.doctor_second import Second
 from spes_client.doctor_transfers import CALL_SECONDS, TIME, Transfers, without_place
@@ -379,7 +379,7 @@ class _Probes:
         """Have a peer open a connection to here; there is no answer from older ones, nor from those asked too often."""
         net = self._found.network
         net.ports = tuple(self._transport.daemon.ports)
-        if any(is_public(address.split("/")[2]) for address in self._found.peers[peer].addresses):
+        if any(is_public(host_of(address)) for address in self._found.peers[peer].addresses):
             with contextlib.suppress(NetworkError):  # what others see within this network is no router's matter
                 net.mapped = await reach.mapped_ports(self._transport.daemon)
         if len(net.dialled_back) < reach.ASKED_MAX:

@@ -7,21 +7,24 @@ import socket
 import sqlite3
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from spes_client import doctor_local as local
-from spes_client import main
+from spes_client import doctor_probes, main
 from spes_client.doctor import _flags, _limits, examine
 from spes_client.doctor_findings import (
     REMEMBERED,
     Findings,
     HomeFound,
     MachineFound,
+    PeerFound,
     RunningFound,
 )
 from spes_client.doctor_judge import judge
-from spes_client.doctor_probes import ADDRESSES_MAX, Questions, list_addresses
+from spes_client.doctor_probes import ADDRESSES_MAX, Questions, _Probes, list_addresses
 from spes_client.doctor_transfers import some_leaves
 from spes_client.join import build_parser as join_parser
 from spes_client.join import options_of
@@ -53,6 +56,24 @@ def test_addresses_are_parsed_and_bounded() -> None:
     assert [a.is_own for a in found.addresses[:4]] == [False, False, True, False]
     assert "is not a peer's address" in found.addresses[1].problem
     assert found.addresses[3].source == REMEMBERED
+
+
+def test_a_peer_that_tells_addresses_which_are_none_does_not_end_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def silent(transport: Any, peer: str, ports: Any) -> None:
+        asked.append(peer)
+
+    monkeypatch.setattr(doctor_probes.reach, "ask", silent)
+    found = Findings(home=Path("/x"), is_default_home=False)
+    found.peers[ADA] = PeerFound(peer=ADA, addresses=("garbage", "/", "/ip4"))
+    transport: Any = SimpleNamespace(daemon=SimpleNamespace(ports=(4001,)))
+
+    async def ask_back() -> None:
+        await _Probes(Questions(), found, transport, Identity.from_seed(bytes(32)), Path("/x"))._ask_back(ADA)
+
+    asyncio.run(ask_back())
+    assert asked == [ADA]
 
 
 def test_what_is_fetched_is_bounded(manifest: Manifest) -> None:
