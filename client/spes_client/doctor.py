@@ -210,7 +210,7 @@ def _work(
     max_up, max_down = _limits(found, options)
     questions = Questions(
         given=tuple(peers), remembered=remembered.peers, relays=tuple(relays), max_up=max_up, max_down=max_down,
-        port_map=options.port_map and found.running is None,
+        port_map=options.port_map and options.finds_way and found.running is None,
         clock=clock, on_manifest=lambda manifest: settled.set(),
     )  # fmt: skip
     list_addresses(questions, found.home_found.peer, found)

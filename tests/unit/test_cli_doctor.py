@@ -6,6 +6,7 @@ import os
 import socket
 import sqlite3
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from spes_client import doctor_local as local
 from spes_client import doctor_probes, main
-from spes_client.doctor import _flags, _limits, examine
+from spes_client.doctor import _flags, _limits, _work, examine
 from spes_client.doctor_findings import (
     REMEMBERED,
     Findings,
@@ -264,6 +265,23 @@ def test_the_limits_of_a_peer_that_runs_hold_for_the_probes() -> None:
     typed, none = (options_of(join_parser().parse_args(words)) for words in (["--max-down", "8mbit"], []))
     assert [each.rate_at(0) for each in _limits(found, none)] == [2e6, None]
     assert [each.rate_at(0) for each in _limits(found, typed)] == [None, 1e6]
+
+
+def test_the_router_is_asked_for_a_port_where_spes_join_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    async def probe(questions: Questions, found: Findings) -> None:
+        asked.append(questions.port_map)
+
+    monkeypatch.setattr(doctor_probes, "probe_network", probe)
+    for words in ([], ["--no-port-map"], ["--relay", f"/ip4/1.2.3.4/tcp/1/p2p/{ADA}"]):
+        options = options_of(join_parser().parse_args(words))
+        found = Findings(home=Path("/x"), is_default_home=False)
+        network, *others = _work(found, None, Remembered(), (), (), options, False, time.time)
+        for each in others:
+            each.close()
+        asyncio.run(network)
+    assert asked == [True, False, False]
 
 
 def test_usage_errors(spes: Spes) -> None:
