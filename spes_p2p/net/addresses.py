@@ -43,6 +43,11 @@ def parse_address(text: str) -> tuple[str, str, bytes | None]:
     return address, peer_id, run_id
 
 
+def tcp_address(ip: str, port: int) -> str:
+    """The multiaddr of a TCP port at an IP address."""
+    return f"/{'ip6' if ':' in ip else 'ip4'}/{ip}/tcp/{port}"
+
+
 def is_circuit(multiaddr: str) -> bool:
     """Whether an address leads to its peer through a relay."""
     return _CIRCUIT in multiaddr.split("/")

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from spes_p2p.net.addresses import is_circuit
+from spes_p2p.net.addresses import is_circuit, tcp_address
 
 
 class Kind(enum.StrEnum):
@@ -45,7 +45,7 @@ class Answer:
     @property
     def multiaddr(self) -> str:
         """Where it saw us."""
-        return f"/{'ip6' if ':' in self.ip else 'ip4'}/{self.ip}/tcp/{self.port}"
+        return tcp_address(self.ip, self.port)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def judge(
     if found:
         port = min(found, key=lambda port: (port not in ports, port))
         kind = Kind.MAPPED if port in mapped else Kind.FORWARDED
-        return Verdict(kind=kind, address=f"/{'ip6' if ':' in ip else 'ip4'}/{ip}/tcp/{port}")
+        return Verdict(kind=kind, address=tcp_address(ip, port))
     if len({answer.port for answer in seen}) > 1:
         return Verdict(kind=Kind.SYMMETRIC)
     if len(seen) > 1 or seen[0].port in ports:

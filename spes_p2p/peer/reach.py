@@ -20,7 +20,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
-from spes_p2p.net.addresses import is_circuit, parse_address
+from spes_p2p.net.addresses import is_circuit, parse_address, tcp_address
 from spes_p2p.net.daemon import Daemon
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.net.reachability import Answer, Kind, Verdict, end_of, judge
@@ -100,7 +100,7 @@ class DialBack:
         tried = sorted({*ports, port})
         answered = await asyncio.gather(*(self._is_answered(ip, each) for each in tried))
         found = tuple(each for each, is_open in zip(tried, answered, strict=True) if is_open)
-        return encode(DialBackReply(observed=f"/{'ip6' if ':' in ip else 'ip4'}/{ip}/tcp/{port}", open=found))
+        return encode(DialBackReply(observed=tcp_address(ip, port), open=found))
 
 
 async def ask(transport: LibP2P, peer: str, ports: Sequence[int]) -> Answer | None:

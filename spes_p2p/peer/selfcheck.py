@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spes_p2p.crypto.keys import Identity
-from spes_p2p.net.addresses import check_listen
+from spes_p2p.net.addresses import check_listen, tcp_address
 from spes_p2p.net.directory import clock_offset
 from spes_p2p.net.libp2p import LibP2P
 from spes_p2p.net.transport import Transport
@@ -250,7 +250,7 @@ def _is_lost(address: str, names: dict[str, tuple[str, ...]]) -> bool:
 def _local(host: str, port: int) -> str:
     """The multiaddr under which this machine itself reaches what listens there."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
-    return f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}"
+    return tcp_address(host, port)
 
 
 async def check_ports(listen: Sequence[str]) -> Finding:

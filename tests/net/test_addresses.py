@@ -2,7 +2,7 @@
 
 import pytest
 
-from spes_p2p.net.addresses import check_announce, check_listen, is_circuit, parse_address, relay_of
+from spes_p2p.net.addresses import check_announce, check_listen, is_circuit, parse_address, relay_of, tcp_address
 from spes_protocols.errors import UserError
 
 PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
@@ -50,6 +50,10 @@ def test_an_address_with_and_without_a_run_id(address: str) -> None:
 def test_what_is_wrong_with_an_address_is_said(text: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
         parse_address(text)
+
+
+def test_the_address_of_a_port() -> None:
+    assert [tcp_address(ip, 5) for ip in ("1.2.3.4", "2001:db8::1")] == ["/ip4/1.2.3.4/tcp/5", "/ip6/2001:db8::1/tcp/5"]
 
 
 def test_a_relay_that_is_not_named_is_one_still() -> None:
