@@ -29,6 +29,9 @@ AGAIN_SECONDS = 600.0
 SILENT_SECONDS = 60.0
 """A relay is asked again after so long; sooner where it did not answer."""
 
+BUFFER_BYTES = 32 * 1024
+"""p2pd takes so much twice for each relayed connection. Of its default, 16 MiB, one peer's 64 connections are 2 GiB."""
+
 RELAYS_MAX = 64
 SAY_AGAIN_SECONDS = 600.0
 SAID_PEERS_MAX = 8
@@ -74,6 +77,7 @@ class RelayQuotas:
             f"-relayDataLimit={self.bytes_max}",
             f"-relayTimeLimit={self.seconds_max}s",
             f"-relayMaxReservations={self.places_max}",
+            f"-relayBufferSize={BUFFER_BYTES}",
         ]
 
 

@@ -1,11 +1,14 @@
 """Bulk through a real relay: the rate that senders keep to, and the quotas that p2pd enforces."""
 
+import asyncio
 import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from hivemind.p2p import PeerID
 
 from spes_p2p.net.blobs import fetch_blob, serve_blobs
 from spes_p2p.net.limits import BURST_BYTES_MIN
@@ -14,7 +17,7 @@ from spes_p2p.peer.status import _add_links
 from spes_protocols.codec import sha256
 from spes_protocols.control_pb2 import StatusReply
 from spes_protocols.errors import NetworkError
-from tests.net.helpers import Net, Node, Standing, stand, standing_test, until
+from tests.net.helpers import Net, Node, Standing, net_test, stand, standing_test, until
 from tests.net.test_limits import RATE, Clock, echo
 from tests.net.test_relays import answers
 
@@ -125,3 +128,34 @@ async def test_the_status_says_who_is_reached_through_which_relay_and_at_what_ra
     links = {link.peer: (link.path, list(link.relays), link.relay_bytes_per_second) for link in reply.links}
     assert links[hidden.peer_id] == ("relayed", [relay.peer_id], RATE)
     assert links[relay.peer_id] == ("direct", [], 0.0)
+
+
+CIRCUITS = 40
+
+
+async def opens_circuit(node: Node, relay: Node, target: Node) -> bool:
+    """Ask a relay for a connection to a peer, which is held and not used; whether it was given (status 100)."""
+    peer = PeerID.from_base58(target.peer_id).to_bytes()
+    connect = b"\x08\x01\x12" + bytes((len(peer) + 2,)) + b"\x0a" + bytes((len(peer),)) + peer
+    reader, writer = await node.transport.daemon.control.open_stream(relay.peer_id, "/libp2p/circuit/relay/0.2.0/hop")
+    writer.write(bytes((len(connect),)) + connect)
+    return b"\x28\x64" in await reader.read(200)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
+@net_test
+async def test_connections_through_a_relay_take_little_of_its_memory(net: Net) -> None:
+    relay = await net.node(relay=True)
+    where = await relay.address()
+    hidden = await net.node([where], listen=[], relays=[where])
+    one = await net.node([where], listen=[])
+    statm = Path(f"/proc/{relay.transport.daemon.pid}/statm")
+
+    async def taken() -> int:
+        return int((await asyncio.to_thread(statm.read_text)).split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+    await until(lambda: opens_circuit(one, relay, hidden), 30)  # once the relay gives a place
+    before = await taken()
+    given = await asyncio.gather(*(opens_circuit(one, relay, hidden) for _ in range(CIRCUITS)))
+    assert any(given)
+    assert await taken() - before < 256 * 1024**2  # p2pd's own buffers would be 40 times 32 MiB
