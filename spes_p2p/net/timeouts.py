@@ -35,6 +35,7 @@ RELAY_ANSWER = _deadline(
     3.0,
     "a few round trips: a relay that is back greets, one that is used tells its rate",
     "leaves idle",
+    "dial back",
     "blob idle",
 )
 DHT_REQUEST = _deadline(
@@ -52,6 +53,7 @@ DIAL = _deadline(
     "push",
     "call",
     "leaves idle",
+    "dial back",
     "blob idle",
 )
 CLOCK = _deadline("clock", 5.0, "a late answer says nothing of a clock")
@@ -67,6 +69,7 @@ DHT_LOOK_UP = _deadline("DHT look-up", 15.0, "several requests after one another
 DHT_PUBLISH = _deadline("DHT publish", 15.0, "a look-up of where to, then the writing")
 LEAVES_IDLE = _deadline("leaves idle", 15.0, "64 KiB from a line with others on it", "leaf", "send")
 CALL = _deadline("call", 20.0, "2 MiB of ledger at the slowest line allowed", "request", "ledger", "handler")
+DIAL_BACK = _deadline("dial back", 20.0, "one asker is dialled at a time, for 3 s; four may wait", "request", "handler")
 BLOB_IDLE = _deadline("blob idle", 20.0, "64 KiB from a line with others on it", "blob", "send")
 FIRST_CONNECTION = _deadline("first connection", 20.0, "each address that was given is tried a few times")
 DAEMON_START = _deadline("daemon start", 20.0, "a slow disk, a busy machine")

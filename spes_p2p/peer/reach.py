@@ -20,6 +20,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
+from spes_p2p.net import timeouts
 from spes_p2p.net.addresses import is_circuit, parse_address, tcp_address
 from spes_p2p.net.daemon import Daemon
 from spes_p2p.net.libp2p import LibP2P
@@ -44,7 +45,7 @@ WAITING_MAX = 4
 
 ASKED_MAX = 5
 RELAYS_MAX = 3
-CALL_SECONDS = 20.0
+CALL_SECONDS = timeouts.DIAL_BACK
 JUDGE_SECONDS = 600.0
 RETRY_SECONDS = (2.0, 5.0, 15.0, 40.0, 120.0)
 """Pauses before asking again where nobody could tell, or no relay is known yet; then as after a verdict."""
