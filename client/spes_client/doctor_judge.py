@@ -221,8 +221,7 @@ def _peer(found: Findings, peer: PeerFound) -> Row:
         return _silent_peer(found, peer, what)
     seconds = statistics.median(peer.calls)
     path = peer.home_path or peer.path
-    down = peer.fetched_bytes / peer.fetched_seconds if peer.fetched_seconds else 0.0
-    up = peer.sent_bytes / peer.sent_seconds if peer.sent_seconds else 0.0
+    down, up = line_rate([peer], "fetched") or 0.0, line_rate([peer], "sent") or 0.0
     parts = [path or "connected", f"a call takes {seconds * 1000:.0f} ms"]
     parts += _moved(down, peer.fetched_bytes, "down", peer.fetch_note)
     parts += _moved(up, peer.sent_bytes, "up", peer.send_note)

@@ -145,7 +145,7 @@ def _from_outside(found: Findings) -> Iterator[Row]:
 
 
 def _relays_work(found: Findings) -> bool:
-    """Whether one of the relays that were tried works, or none was: which then is not said."""
+    """False where relays were tried, none works, and one failed: of those that are silent nothing is known."""
     relays = found.network.relays
     return not relays or any(relay.seconds is not None for relay in relays) or not any(r.problem for r in relays)
 
@@ -172,9 +172,7 @@ def _relays(found: Findings) -> Iterator[Row]:
 
 def translated(found: Findings) -> set[str]:
     """The addresses at which peers saw this machine that are not its own."""
-    own = [found.network.local, *found.network.addresses]
-    mine = {host for host in own if host not in found.network.observed}
-    return {a.ip for a in found.network.dialled_back if a.ip not in mine and not a.ip.startswith("127.")}
+    return {answer.ip for answer in found.network.dialled_back if not _is_own(found, answer.ip)}
 
 
 def translated_hosts(found: Findings) -> list[str]:
@@ -187,8 +185,12 @@ def translated_hosts(found: Findings) -> list[str]:
 def is_translated(found: Findings, dial: DialFound) -> bool:
     """Whether a peer saw py-libp2p's connection at an address that is none of this machine's."""
     host = host_of(dial.observed)
-    own = [address for address in found.network.addresses if address not in found.network.observed]
-    return bool(host) and host != found.network.local and host not in own and not host.startswith("127.")
+    return bool(host) and not _is_own(found, host)
+
+
+def _is_own(found: Findings, host: str) -> bool:
+    net = found.network
+    return host == net.local or (host in net.addresses and host not in net.observed) or host.startswith("127.")
 
 
 def host_of(address: str) -> str:
