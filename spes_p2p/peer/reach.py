@@ -41,7 +41,7 @@ ASK_AGAIN_SECONDS = 30.0
 
 ASKERS_MAX = 1024
 WAITING_MAX = 4
-"""So many askers wait for the one that is being answered; more are told to come later."""
+"""So many askers wait, the one that is being answered among them; more are told to come later."""
 
 ASKED_MAX = 5
 RELAYS_MAX = 3
