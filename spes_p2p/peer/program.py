@@ -25,6 +25,7 @@ from spes_p2p.peer.peer import Peer
 from spes_p2p.peer.reach import Reach
 from spes_p2p.peer.remembered import NETWORK, Remembered, recall, with_port
 from spes_p2p.peer.retention import require_quota
+from spes_p2p.peer.straightening import Straightener
 from spes_p2p.store.files import make_directory
 from spes_p2p.store.rundir import RunDir, hold
 from spes_protocols.errors import NetworkError, RemoteError, UserError
@@ -97,7 +98,8 @@ async def run_until_done(peer: Peer, reached: list[str], say: Say) -> None:
     running = asyncio.create_task(peer.run(reached))
     reach = peer.reach = Reach(peer.transport, peer.contacts, peer.options, say, peer.serve_directory)
     reach.answer_others()
-    works = [lambda: stay_connected(peer), reach.straightener.run, *((reach.watch,) if reach.decides else ())]
+    straightener = Straightener(peer.transport, peer.contacts.fresh, peer.contacts.hello)
+    works = [lambda: stay_connected(peer), straightener.run, *((reach.watch,) if reach.decides else ())]
     beside = [asyncio.create_task(peer.keep(work)) for work in works]
     signals = 0
 

@@ -29,7 +29,6 @@ from spes_p2p.net.relayed import serve_quotas
 from spes_p2p.net.relays import gives_address, greets, has_place
 from spes_p2p.peer.contacts import Contacts
 from spes_p2p.peer.options import PeerOptions
-from spes_p2p.peer.straightening import Straightener
 from spes_protocols.codec import decode, encode
 from spes_protocols.errors import NetworkError, RemoteError, UserError
 from spes_protocols.requests import DIAL_BACK, DIAL_PORTS_MAX, DialBackReply, DialBackRequest
@@ -168,7 +167,6 @@ class Reach:
         self._serve = serve
         self.decides = options.finds_way and bool(transport.daemon.ports)
         """Whether `watch` is to be run."""
-        self.straightener = Straightener(transport, contacts.fresh, contacts.hello)
 
     def answer_others(self) -> None:
         """Dial back, and tell what a relay's quotas are, from now on."""
