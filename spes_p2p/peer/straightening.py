@@ -61,6 +61,7 @@ class Straightener:
         self._clock = clock
         self._pause = pause
         self._looks: dict[str, int] = {}
+        """In the order in which they have their turn."""
         self._tried: dict[str, tuple[float, int]] = {}
         """When a peer was tried last, and how often since its connection was direct."""
 
@@ -74,10 +75,13 @@ class Straightener:
     async def look(self) -> None:
         """Try those whose time has come, some at once. Raises `NetworkError` if the daemon does not answer."""
         links = await self._transport.links()
-        relayed = [peer for peer in self._members() if links.get(peer) == "relayed"]
-        self._looks = {peer: self._looks.get(peer, 0) + 1 for peer in relayed}
-        due = [peer for peer in relayed if self._is_due(peer)]
-        for problem in await asyncio.gather(*(self._try(peer) for peer in due[:AT_ONCE]), return_exceptions=True):
+        relayed = dict.fromkeys(peer for peer in self._members() if links.get(peer) == "relayed")
+        seen = [peer for peer in self._looks if peer in relayed]
+        self._looks = {peer: self._looks.get(peer, 0) + 1 for peer in (*seen, *relayed)}
+        due = [peer for peer in self._looks if self._is_due(peer)][:AT_ONCE]
+        for peer in due:  # behind the others, whatever comes of it: some are always used
+            self._looks[peer] = self._looks.pop(peer)
+        for problem in await asyncio.gather(*(self._try(peer) for peer in due), return_exceptions=True):
             if problem is not None:
                 raise problem
 

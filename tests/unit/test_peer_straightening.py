@@ -124,6 +124,18 @@ def test_so_many_are_tried_in_one_look() -> None:
     assert line.tried == line.members
 
 
+def test_those_whose_connections_are_always_used_do_not_keep_the_others_from_their_turn() -> None:
+    line = Links()
+    work = line.straightener()
+    line.used = {f"n{number}" for number in range(AT_ONCE)}
+    line.members = [*sorted(line.used), "z"]
+    line.found = dict.fromkeys(line.members, "relayed")
+    looks(work, LOOKS_FIRST + 1)
+    assert line.tried == []
+    looks(work, 1)
+    assert line.tried == ["z"]
+
+
 def test_one_that_becomes_direct_meanwhile_is_not_tried_and_what_is_remembered_is_bounded(monkeypatch: Any) -> None:
     line = Links()
     work = line.straightener()
