@@ -186,9 +186,10 @@ class Daemon:
         attempt, started = 0, time.monotonic()
         while True:
             if self._up.is_set():
-                await self._until_silent()
+                is_too_large = await self._until_silent()
                 self._up.clear()
-                if time.monotonic() - started > _STEADY_SECONDS:
+                # A pause would not make others fill it more slowly, and would keep all the rest away meanwhile.
+                if is_too_large or time.monotonic() - started > _STEADY_SECONDS:
                     attempt = 0
             await self._end(signal.SIGKILL)
             if not self._again.is_set():
@@ -208,8 +209,11 @@ class Daemon:
             if not self._again.is_set():
                 self._up.set()
 
-    async def _until_silent(self) -> None:
-        """Return when the daemon has ended, leaves two heartbeats unanswered, is too large or is to be started anew."""
+    async def _until_silent(self) -> bool:
+        """Return when the daemon has ended, leaves two heartbeats unanswered, is too large or is to be started anew.
+
+        Whether it is too large.
+        """
         assert self._process is not None
         ended = asyncio.create_task(self._process.wait())
         again = asyncio.create_task(self._again.wait())
@@ -220,10 +224,10 @@ class Daemon:
                     (ended, again), timeout=PULSE_SECONDS if not misses else 0, return_when=asyncio.FIRST_COMPLETED
                 )
                 if again in done:
-                    return
+                    return False
                 if done:
                     log.warning("the network daemon ended: %s", self._last_words())
-                    return
+                    return False
                 try:
                     async with asyncio.timeout(PULSE_DEADLINE_SECONDS):
                         self.last_peers = await self.control.list_peers()
@@ -235,8 +239,9 @@ class Daemon:
                         "the network daemon holds %d MiB in memory, more than %d: it is started anew",
                         resident // 1024**2, self.memory_bytes_max // 1024**2,
                     )  # fmt: skip
-                    return
+                    return True
             log.warning("the network daemon does not answer")
+            return False
         finally:
             ended.cancel()
             again.cancel()

@@ -203,7 +203,7 @@ def environment_of(pid: int | None) -> list[bytes]:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
 @net_test
-async def test_a_daemon_that_has_grown_too_large_is_replaced(net: Net) -> None:
+async def test_a_daemon_that_has_grown_too_large_is_replaced_at_once_as_often_as_it_does(net: Net) -> None:
     first, second = await net.pair()
     first.transport.handle("echo", echo)
     pid = first.transport.daemon.pid
@@ -213,7 +213,10 @@ async def test_a_daemon_that_has_grown_too_large_is_replaced(net: Net) -> None:
         patch.setattr(daemon_module.log, "warning", lambda text, *values: lines.append(text % values))
         patch.setattr(daemon_module, "RELAY_MEMORY_BYTES_MAX", 1)  # not this one's
         patch.setattr(daemon_module, "MEMORY_BYTES_MAX", 1024**2)
-        await until(lambda: first.transport.daemon.pid not in (None, pid))
+        patch.setattr(daemon_module, "PULSE_SECONDS", 0.1)
+        patch.setattr(daemon_module, "_PAUSES_SECONDS", (0.0, 600.0))  # the second one is of daemons that do not last
+        await until(lambda: first.transport.daemon.restarts >= 2, 40)
+    assert first.transport.daemon.pid != pid
     await until(lambda: answers(second, first), 30)
     assert re.fullmatch(r"the network daemon holds \d+ MiB in memory, more than 1: it is started anew", lines[0])
 
