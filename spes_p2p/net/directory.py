@@ -178,13 +178,17 @@ class Directory:
                 return
             protocol.client_mode = not serves
             protocol.node_info = dht_pb2.NodeInfo(node_id=self._node.node_id.to_bytes() if serves else b"")
-            # Without an answer the daemon is gone, and the next one is told in `_keep_attached`.
-            with contextlib.suppress(*_DAEMON_GONE):
+            assert self._p2p is not None
+            try:
                 async with asyncio.timeout(_ATTACH_SECONDS):
                     if serves:
                         await self._answer()
                     else:
                         await protocol.remove_p2p_handlers(self._p2p)
+            except _DAEMON_GONE as error:
+                # Or it is slow, or has taken a part: `_keep_attached` tells all of it on a connection of its own.
+                log.debug("what the directory answers from now on: %r", error)
+                await self._p2p.shutdown()
         if serves:
             with contextlib.suppress(NetworkError):  # each look-up tells some of us too
                 await self._join()

@@ -20,6 +20,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from spes_p2p.net import directory as directory_module
 from spes_p2p.net.directory import Directory, run_key
 from spes_p2p.net.validator import Ed25519Validator
 from spes_protocols.errors import NetworkError
@@ -163,6 +164,27 @@ async def test_a_client_is_in_nobodys_routing_table_until_it_serves(net: Net) ->
     await until(is_forgotten)
     await everybody_reads(b"as a client again")
     assert known_to(first, second) <= servers
+
+
+@net_test
+async def test_a_daemon_that_was_too_slow_to_be_told_is_told_again_who_is_a_server(net: Net) -> None:
+    first = await net.node(directory=True)
+    client = await net.node([await first.address()], directory=True, client_mode=True)
+
+    async def answers() -> bool:
+        return await protocol_of(first).call_ping(PeerID.from_base58(client.peer_id)) is not None
+
+    for serves in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(directory_module, "_ATTACH_SECONDS", 0.0)
+            await client.dht.serve(serves)
+        if serves:
+            await until(answers)
+        else:
+            assert not await answers()
+    await client.dht.serve(True)
+    await until(answers)
+    assert client.transport.daemon.restarts == 0
 
 
 async def attacker(node: Node) -> DHTNode:
