@@ -5,7 +5,7 @@
 
 Real transports on one machine, each with the limit of a line (`--max-up`); nothing trains. In every round each member
 makes a contribution of a shared part and an expert group, and fetches all others'. The first round is the one in which
-nobody knows yet who is slow. Done twice, side by side: with peers that ask one another what they hold (SPEC 8.3), and
+nobody knows yet who is slow. Done twice, side by side: with peers that ask one another what they hold (SPEC 10.6), and
 with peers that do not answer that.
 
 The bound is 1 for both figures: the line of the slow one carries its contribution once, and it takes that long.
