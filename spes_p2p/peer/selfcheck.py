@@ -28,6 +28,7 @@ from spes_p2p.crypto.keys import Identity
 from spes_p2p.net.addresses import check_listen, tcp_address
 from spes_p2p.net.directory import clock_offset
 from spes_p2p.net.libp2p import LibP2P
+from spes_p2p.net.relays import greets
 from spes_p2p.net.transport import Transport
 from spes_protocols.errors import NetworkError, SpesError
 
@@ -59,8 +60,6 @@ _RETRY_SECONDS = 0.5
 _RESTART_SECONDS = 60.0
 _CHUNK_BYTES = 64 * 1024
 _RELAY_METHOD = "relay_test"
-_GREETING = b"\x13/multistream/1.0.0\n"
-"""What libp2p says first on every TCP connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,26 +257,17 @@ async def check_ports(listen: Sequence[str]) -> Finding:
     asked = [address for address in listen if check_listen(address)[1]]
     if not asked:
         return Finding(check="port", ok=None, words="the port was not checked: --listen asks for no fixed one")
-    answers = await asyncio.gather(*(_greets(address) for address in asked))
-    silent = [address for address, greets in zip(asked, answers, strict=True) if not greets]
+    answers = await asyncio.gather(*(_is_answered(address) for address in asked))
+    silent = [address for address, answer in zip(asked, answers, strict=True) if not answer]
     if silent:
         words = f"nobody answers on {', '.join(silent)}: is another program there? choose another with --listen"
         return Finding(check="port", ok=False, words=words)
     return Finding(check="port", ok=True, words=f"listening on {', '.join(asked)}")
 
 
-async def _greets(address: str) -> bool:
+async def _is_answered(address: str) -> bool:
     _, _, host, _, port = _local(*check_listen(address)).split("/")
-    writer: asyncio.StreamWriter | None = None
-    try:
-        async with asyncio.timeout(_PORT_SECONDS):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            return await reader.readexactly(len(_GREETING)) == _GREETING
-    except (OSError, TimeoutError, asyncio.IncompleteReadError):
-        return False
-    finally:
-        if writer is not None:
-            writer.transport.abort()
+    return await greets(host, int(port), _PORT_SECONDS)
 
 
 # ---- relay -------------------------------------------------------------------------------------------------------
