@@ -287,17 +287,6 @@ def _look_port(address: str, is_asked: bool) -> PortFound:
     return found
 
 
-def is_mine(host: str) -> bool:
-    """Whether an interface of this machine has an IP address: then something can be bound to it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((host, 0))
-    except OSError:
-        return False
-    return True
-
-
 def local_address() -> str:
     """The address that this machine has towards the internet, empty without a way there. Nothing is sent."""
     for family, far in ((socket.AF_INET, "198.51.100.1"), (socket.AF_INET6, "2001:db8::1")):

@@ -34,7 +34,7 @@ from spes_client.doctor_findings import (
     RelayFound,
 )
 from spes_client.doctor_judge_reach import host_of, is_public
-from spes_client.doctor_local import aside, is_mine, local_address
+from spes_client.doctor_local import aside, local_address
 from spes_client.doctor_second import Second
 from spes_client.doctor_transfers import CALL_SECONDS, TIME, Transfers, without_place
 from spes_p2p.crypto.envelope import seal, unseal, unseal_manifest
@@ -403,7 +403,7 @@ class _Probes:
             hosts = [address.split("/")[2] for address in await self._transport.addresses()]
             hosts = [host for host in dict.fromkeys(hosts) if not host.startswith("127.") and host != "::1"]
             net.addresses = tuple(hosts)
-            net.observed = tuple([host for host in hosts if not await aside(partial(is_mine, host))])
+            net.observed = tuple([host for host in hosts if not await aside(partial(reach.is_own, host))])
 
     async def _dial_back(self) -> None:
         """The prober dials this machine's own daemon, where it says that it is and where others see it."""

@@ -122,11 +122,11 @@ async def ask(transport: LibP2P, peer: str, ports: Sequence[int]) -> Answer | No
 def is_own(ip: str) -> bool:
     """Whether this is an address of this machine: only such a one can be bound."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:  # fails where the machine has no IPv6
             probe.bind((ip, 0))
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True
 
 

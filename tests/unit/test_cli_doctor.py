@@ -32,6 +32,7 @@ from spes_client.join import options_of
 from spes_client.manifest_toml import to_manifest
 from spes_p2p.crypto.envelope import seal
 from spes_p2p.crypto.keys import Identity
+from spes_p2p.peer.reach import is_own
 from spes_p2p.peer.remembered import Remembered, remember
 from spes_p2p.store.ledger_db import LedgerDB
 from spes_p2p.store.rundir import RunDir, hold, pin_run
@@ -218,9 +219,15 @@ def test_what_would_be_chosen_is_said_as_by_spes_join(manifest: Manifest, tmp_pa
     assert found.place
 
 
-def test_own_addresses() -> None:
-    assert local.is_mine("127.0.0.1")
-    assert not local.is_mine("203.0.113.9")
+def test_own_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_own("127.0.0.1")
+    assert not is_own("203.0.113.9")
+
+    def refuse(*asked: object) -> socket.socket:
+        raise OSError("Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "socket", refuse)  # as for IPv6 where a machine has none
+    assert not is_own("2001:db8::1")
 
 
 def test_work_in_a_thread_of_its_own() -> None:
