@@ -62,9 +62,7 @@ def test_what_fails_before_anything_is_joined(run: Run, busy_port: int, deaf_por
         # Those that start a network daemon, for which they wait some seconds, are fewer at once.
         failing = {
             "other key": swarm.bootstrap("b3", "--start-key", other_key, start_key=False),
-            "no manifest": swarm.start(
-                "b2", "-m", "spes_bootstrap.main", "--manifest", home, "--dir", run.folder / "b2"
-            ),
+            "no manifest": swarm.bootstrap("b2", "--manifest", home, start_key=False),
             "busy": swarm.volunteer("home", dead, options=("--listen", busy)),
             "unreachable": swarm.volunteer("home4", dead),
         }
