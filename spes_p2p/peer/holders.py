@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from spes_protocols.codec import sha256
 from spes_protocols.requests import SHARE_WHOLE
@@ -79,14 +80,22 @@ def in_order(
 
 
 def rival(
-    holder: str, rate: float, others: Sequence[str], rates: Mapping[str, float], last: Collection[str]
+    holder: str,
+    rate: float,
+    others: Sequence[str],
+    rates: Mapping[str, float],
+    last: Collection[str],
+    named: Mapping[str, int] = MappingProxyType({}),
 ) -> str | None:
-    """The fastest who may have the rest and is known to be much faster than the holder now; anybody if it stopped."""
+    """The fastest who may have the rest and is known to be much faster than the holder now; anybody if it stopped.
+
+    `named` says how often this was somebody before: each has its turn, also where the fastest never have it.
+    """
     usable = [peer for peer in others if peer != holder and peer not in last]
     better = [peer for peer in usable if rates.get(peer, 0.0) > FASTER * rate]
     if better:
-        return max(better, key=lambda peer: rates[peer])
-    return usable[0] if usable and not rate else None
+        return min(better, key=lambda peer: (named.get(peer, 0), -rates[peer]))
+    return min(usable, key=lambda peer: named.get(peer, 0), default=None) if not rate else None
 
 
 def rarest_first(

@@ -427,6 +427,8 @@ class _Guide:
         self._exchange = exchange
         self._blob = blob
         self.not_asked = not_asked
+        self._named: Counter[str] = Counter()
+        """How often somebody was to be faster than the holder at hand."""
 
     def _others(self) -> list[str]:
         others = self._contacts.volunteers()
@@ -452,7 +454,10 @@ class _Guide:
     def rival(self, holder: str, rate: float) -> str | None:
         self._seen.looked(holder, rate)
         last = self._seen.last(self._blob) | self.not_asked
-        return rival(holder, rate, self._others(), self._seen.rates, last)
+        found = rival(holder, rate, self._others(), self._seen.rates, last, self._named)
+        if found is not None:
+            self._named[found] += 1
+        return found
 
 
 async def _first_failure(tasks: Sequence[asyncio.Task[None]]) -> None:

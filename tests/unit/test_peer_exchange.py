@@ -10,9 +10,11 @@ from typing import Any, cast
 import pytest
 
 from spes_p2p.crypto.keys import Identity
+from spes_p2p.net import timeouts
 from spes_p2p.peer.contacts import Contacts
 from spes_p2p.peer.exchange import ASKED_MAX, Exchange, Gathering, share_of
-from spes_p2p.peer.holders import Seen
+from spes_p2p.peer.holders import BYTES_MIN, Seen
+from spes_p2p.peer.sync import _Guide
 from spes_protocols.codec import encode
 from spes_protocols.errors import NetworkError, RemoteError
 from spes_protocols.messages import Section
@@ -42,6 +44,23 @@ def nothing(blobs: Sequence[bytes]) -> bytes:
 def test_a_share_grows_with_the_bytes_and_is_whole_only_for_the_whole() -> None:
     assert [share_of(present, 1000) for present in (0, 500, 1000, 5000)] == [1, 127, 254, 254]
     assert share_of(0, 0) == 1
+
+
+def test_a_blob_that_drips_comes_to_its_author_however_many_faster_ones_have_not_got_it() -> None:
+    fast, now = [f"fast {number}" for number in range(6)], 0.0
+    seen = Seen(clock=lambda: now)
+    for rate, peer in enumerate(("eve", "author", *fast), 1):
+        seen.came(peer, rate * BYTES_MIN, 1.0)
+    everybody = cast(Contacts, Others(["eve", "author", *fast]))
+    exchange = Exchange(MemoryTransport({}, CARL), everybody, seen, nothing)
+    guide, asked = _Guide(seen, everybody, exchange, A, set()), []
+    while "author" not in asked:
+        now += timeouts.LOOK
+        other = guide.rival("eve", 1.0)
+        assert other is not None and other not in asked
+        asked.append(other)
+        guide.failed(other, RemoteError("not_held", "", other))
+    assert asked == [*reversed(fast), "author"]
 
 
 def test_asked_members_answer_and_a_wrong_answer_counts_for_nothing() -> None:

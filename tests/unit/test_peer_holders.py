@@ -54,6 +54,9 @@ def test_a_rival_is_much_faster_or_the_holder_has_stopped() -> None:
     others = ["ada", "bob", "eve", "new"]
     assert rival("ada", 100.0, others, RATES, set()) == "eve"
     assert rival("ada", 100.0, others, RATES, {"eve"}) == "bob"
+    assert rival("ada", 100.0, others, RATES, set(), {"eve": 1}) == "bob"
+    assert rival("ada", 100.0, others, RATES, set(), {"eve": 1, "bob": 1}) == "eve"
+    assert rival("ada", 0.0, ["ada", "new", "newer"], RATES, set(), {"new": 1}) == "newer"
     assert rival("ada", 600.0, others, RATES, set()) is None
     assert rival("ada", 0.0, ["ada", "new"], RATES, set()) == "new"
     assert rival("ada", 1.0, ["ada", "new"], RATES, set()) is None
