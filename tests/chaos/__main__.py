@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--minutes", type=float, default=3.0, help="how long faults go on (default 3)")
     parser.add_argument("--peers", type=int, default=4, choices=range(3, 9), help="volunteers (default 4)")
+    parser.add_argument("--lag", type=int, choices=(0, 1), default=0, help="1: peers train ahead of the agreement")
     parser.add_argument("--seed", type=int, help="of the faults (default: by chance, and printed)")
     parser.add_argument("--calm-seconds", type=float, default=60.0, help="undisturbed time that is compared with")
     parser.add_argument(
@@ -54,7 +55,7 @@ def _run(options: argparse.Namespace, *, caged: bool) -> int:
         account.caged = caged
     else:
         seed = secrets.randbelow(10**6) if options.seed is None else options.seed
-        account = Account(peers=options.peers, seed=seed, caged=caged)
+        account = Account(peers=options.peers, seed=seed, caged=caged, lag=options.lag)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())

@@ -23,6 +23,7 @@ class Account:
     peers: int
     seed: int
     caged: bool
+    lag: int = 0
     kills: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     seen: dict[str, int] = field(default_factory=dict)

@@ -130,7 +130,9 @@ class Swarm:
         self._output.mkdir(parents=True, exist_ok=True)
         if not (self._run / "run.spes").exists():
             per_peer = -(-GROUPS // peers)
-            make_run(self._run, groups=GROUPS, min_peers=peers, per_peer=per_peer, steps=STEPS, **RULES)
+            make_run(
+                self._run, groups=GROUPS, min_peers=peers, per_peer=per_peer, steps=STEPS, lag=account.lag, **RULES
+            )
         network = Network() if caged else None
         numbers = itertools.count(1)
         seats = [self._seat(name, next(numbers), network) for name in ("boot0", "boot1")]
