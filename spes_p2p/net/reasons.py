@@ -25,8 +25,10 @@ def reason(daemon_message: str) -> str:
         return "no route to it; check this machine's network and the address"
     if "took longer" in text or "i/o timeout" in text or "deadline exceeded" in text:
         return "no answer; check the address, the peer's firewall and this machine's network"
-    if "no such host" in text or "no addresses" in text or "routing: not found" in text:
-        return "no address of it is known; check the host name, or give a current address"
+    if "no such host" in text or "no good addresses" in text:
+        return "its address leads nowhere; check the host name, or give a current address"
+    if "no addresses" in text or "routing: not found" in text:
+        return "no address of it is known here"
     if "negotiate security protocol" in text:
         return "what answers there is not a peer; check the port"
     if "dial backoff" in text:

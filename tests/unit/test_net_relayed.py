@@ -162,6 +162,13 @@ def test_the_reason_before_is_told_while_it_is_too_soon_to_try_again() -> None:
     assert reasons.note("P", "dial backoff") == BACKOFF
 
 
+def test_a_host_name_that_is_not_found_is_told_as_such_and_an_unknown_address_not_as_a_host_name() -> None:
+    assert "check the host name" in Reasons().note("P", "failed to dial: failed to dial P: no good addresses")
+    assert Reasons().note("P", "failed to find any peer in table; routing: not found") == (
+        "no address of it is known here"
+    )
+
+
 def test_the_status_names_relayed_peers_by_relay_and_not_all_of_many() -> None:
     many = [
         LinkStatus(peer=f"12D3{n:06}", path="relayed", relays=["12D3relay1"], relay_bytes_per_second=RATE)
