@@ -152,7 +152,8 @@ def _summary(status: StatusReply) -> RenderableType:
 
     from spes_client.view import pace, reached_text, relayed_texts, speed_text
 
-    steps = f", step {status.step}/{status.steps}" if status.steps else ""
+    trains = status.trainer != "none"
+    steps = f", step {status.step}/{status.steps}" if status.steps and trains else ""
     busy = bool(status.progress_text) and status.progress >= 0
     doing = f", {status.progress_text} {status.progress:.0%}{pace(status)}" if busy else ""
     paths = {link.peer: link.path for link in status.links}
@@ -165,8 +166,8 @@ def _summary(status: StatusReply) -> RenderableType:
         ("round", f"{status.round} {status.phase}{steps}{doing}"),
         *((("", status.waiting),) if status.waiting else ()),
         ("state root", status.state_root),
-        ("loss", f"{status.loss:.4f} nats per token" if status.loss else "–"),
-        ("speed", speed_text(status)),
+        *((("loss", f"{status.loss:.4f} nats per token" if status.loss else "–"),) if trains else ()),
+        *((("speed", speed_text(status)),) if trains else ()),
         ("tokens", f"{ui.count_text(status.tokens)} by everybody"),
         ("trainer", f"{status.trainer}{pid}"),
         *((("disk", f"at most {status.disk_bytes_max / 2**30:g} GiB"),) if status.disk_bytes_max else ()),
@@ -180,6 +181,8 @@ def _summary(status: StatusReply) -> RenderableType:
         *(("address", address) for address in status.addresses),
         *((("last error", status.last_error),) if status.last_error else ()),
     ]
+    if not status.members:
+        return ui.pairs_table(rows)
     members = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("member", "groups", "missed", "link"):
         members.add_column(column, overflow="fold")

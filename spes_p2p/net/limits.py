@@ -204,7 +204,7 @@ def _flag(name: str, text: str, least: float) -> Schedule:
 
 
 def _typed(rate: float) -> str:
-    return f"{8 * rate / 1e6:g}mbit"
+    return f"{8 * rate / 1e6:g}mbit" if 8 * rate >= 1e6 else f"{8 * rate / 1e3:g}kbit"
 
 
 def _window(text: str) -> Window:

@@ -96,8 +96,10 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         """Start the trainer again."""
         if self._trainer is None:
             return control_pb2.Done(message="this peer does not train")
+        runs = self._trainer.state == "running"
         self._trainer.resume()
-        return control_pb2.Done(message="the trainer is starting")
+        message = "nothing was paused: the trainer is running" if runs else "the trainer is starting"
+        return control_pb2.Done(message=message)
 
     async def Leave(self, request: Any, context: Any) -> control_pb2.Done:  # noqa: N802
         """Leave after this round."""

@@ -168,8 +168,9 @@ class Peer:
                 return
             self._remember_losses()
             self.ready = True
-            waiting = "" if self.chain.head.electorate.owners else ", when the organizer has started the run"
-            self._say(f"up to date; round {self.chain.head.round} is next{waiting}")
+            head = self.chain.head
+            waiting = "" if head.electorate.owners else ", when the organizer has started the run"
+            self._say(f"up to date; round {head.round} is next{waiting}{' again' if waiting and head.round else ''}")
             self.shell.restore()
             for work in (
                 self.shell.run_timer, self.contacts.run, self.catching_up.run_when_behind, self._look_after,
@@ -566,4 +567,6 @@ class Peer:
 
 
 def _failure_line(error: BaseException | None) -> str:
-    return str(error) if isinstance(error, SpesError) else f"internal error: {type(error).__name__}: {error}"
+    if isinstance(error, SpesError):
+        return str(error)
+    return ": ".join(filter(None, ("internal error", type(error).__name__, str(error))))

@@ -108,6 +108,18 @@ def test_status_for_scripts_and_people(spes: Spes, control: Control, run_dir: Pa
         assert words in out
 
 
+def test_the_status_of_a_peer_that_does_not_train_leaves_out_what_only_trainers_have(
+    spes: Spes, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "loss" in spes("status").out
+    bootstrap = StatusReply(run_name="tiny", trainer="none", phase="waiting", steps=20, progress=-1)
+    monkeypatch.setitem(globals(), "STATUS", bootstrap)
+    out = spes("status").out
+    assert "0 waiting\n" in out
+    for words in ("loss", "speed", "step", "missed"):  # nor a table of nobody
+        assert words not in out
+
+
 def test_watching_without_a_terminal_prints_lines_when_something_changed(spes: Spes, control: Control) -> None:
     lines = spes("status", "--watch").out.splitlines()
     assert len(lines) == 2

@@ -174,14 +174,14 @@ def test_a_schedule_over_midnight_of_which_the_last_window_counts() -> None:
 
 
 def test_a_limit_that_others_would_give_up_on_is_refused_with_the_least_that_works() -> None:
-    for flag, parse, least in (("--max-up", max_up, "1.2mbit"), ("--max-down", max_down, "0.5mbit")):
+    for flag, parse, least in (("--max-up", max_up, "1.2mbit"), ("--max-down", max_down, "500kbit")):
         assert parse(least).rate == (UP_MIN if parse is max_up else DOWN_MIN)
         assert parse("none") == UNLIMITED
         for text in ("100kbit", "10mbit,01:00-02:00=100kbit", "none,01:00-02:00=100kbit"):
             with pytest.raises(UserError) as error:
                 parse(text)
             assert str(error.value) == (
-                f"{flag}: 0.1mbit is too little: the deadlines of other peers would pass; "
+                f"{flag}: 100kbit is too little: the deadlines of other peers would pass; "
                 f"give at least {least}, or none"
             )
         with pytest.raises(UserError, match=f"^{flag}: 'mice' is not a rate"):
