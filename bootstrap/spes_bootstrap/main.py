@@ -30,7 +30,7 @@ def build_parser() -> Parser:
     """The command line of `spes-bootstrap`."""
     parser = Parser(
         prog="spes-bootstrap",
-        description="Keep a door to a run open for volunteers: discovery, relay and address mirror.",
+        description="Keep a door to a run open: tell volunteers of each other, relay for those behind NAT.",
         epilog=EXIT_CODES,
     )
     flag(parser, "--manifest", metavar="FILE", help="the signed manifest of the run, from `spes run sign`")
@@ -56,12 +56,16 @@ def build_parser() -> Parser:
         help="multiaddr to listen on (default /ip4/0.0.0.0/tcp/4001); may be repeated",
     )
     flag(
-        parser, "--announce", action="append", metavar="ADDR", help="multiaddr to tell others instead of the found ones"
+        parser,
+        "--announce",
+        action="append",
+        metavar="ADDR",
+        help="multiaddr to tell others instead of the found ones; may be repeated",
     )
     rate_flags(parser)
     _relay_flags(parser)
-    flag(parser, "--start-key", metavar="FILE", help="key that opens the run once min_peers claims are there")
-    flag(parser, "--archive", action="store_true", help="keep every blob of the run, and states to join from")
+    flag(parser, "--start-key", metavar="FILE", help="key that starts the run once min_peers claims are there")
+    flag(parser, "--archive", action="store_true", help="keep every blob of the run, and states to start from")
     flag(
         parser,
         "--disk",

@@ -46,7 +46,7 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine, its network and the way to a run",
-        description="Check this machine, its network and the way to a run, before joining and any time later. "
+        description="Check this machine, its network and the way to a run, before joining and any time later.\n"
         "Exits with 1 if something is a problem.",
         epilog=ui.EXIT_CODES,
     )

@@ -58,7 +58,11 @@ def _network_flags(parser: Parser) -> None:
         help="multiaddr to listen on (default /ip4/0.0.0.0/tcp/0, a free port); may be repeated",
     )
     flag(
-        parser, "--announce", action="append", metavar="ADDR", help="multiaddr to tell others instead of the found ones"
+        parser,
+        "--announce",
+        action="append",
+        metavar="ADDR",
+        help="multiaddr to tell others instead of the found ones; may be repeated",
     )
     flag(
         parser,
@@ -140,10 +144,17 @@ def _engine_flags(parser: Parser) -> None:
         parser,
         "--frozen",
         type=one_of(*FROZEN),
-        help="form of experts that others own (default: bf16 on a GPU, fp32 on a CPU); int8 takes least memory",
+        metavar="FORM",
+        help="form of experts that others own: fp32, bf16 or int8, the smallest (default: bf16 on a GPU, else fp32)",
     )
-    flag(parser, "--moments", type=one_of(*MOMENTS), help="form of AdamW's moments (default fp32)")
-    flag(parser, "--gradients", type=one_of(*GRADIENTS), help="form of gradients (default fp32)")
+    flag(
+        parser, "--moments", type=one_of(*MOMENTS), metavar="FORM",
+        help="form of AdamW's moments: fp32 or int8 (default fp32)",
+    )  # fmt: skip
+    flag(
+        parser, "--gradients", type=one_of(*GRADIENTS), metavar="FORM",
+        help="form of gradients: fp32 or bf16 (default fp32)",
+    )  # fmt: skip
     flag(parser, "--recompute", action="store_true", help="recompute activations: less memory, a third more time")
     flag(parser, "--compile", action="store_true", help="let torch compile the layers (needs a C++ compiler)")
     flag(
