@@ -213,9 +213,8 @@ def measure(kinds: Sequence[str], folder: Path, *, seconds: float, say: Callable
             paths, found, now = world.paths(), world.contributions(), time.monotonic()
             wrong, number = world.wrong(paths), watched.status().round
             named = ", ".join(f"{one}:{other} {paths[one, other]}" for one, other in wrong[:NAMED_MAX])
-            say(
-                f"{now - ready:.0f} s, round {number}: {len(wrong)} of {len(paths)} pairs not as they are to be {named}"
-            )
+            right = f"{len(paths) - len(wrong)} of {len(paths)} pairs connected as they are to be"
+            say(f"{now - ready:.0f} s, round {number}: {right}{', but ' if named else ''}{named}")
             if wrong:
                 settled = None
             elif settled is None:
