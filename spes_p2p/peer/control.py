@@ -33,7 +33,7 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         run_dir: RunDir,
         *,
         status: Callable[[], Awaitable[control_pb2.StatusReply]],
-        leave: Callable[[], None],
+        leave: Callable[[], bool],
         trainer: TrainerLink | None,
         short_directory: Path,
     ) -> None:
@@ -102,6 +102,7 @@ class ControlServer(control_pb2_grpc.ControlServicer):
         return control_pb2.Done(message=message)
 
     async def Leave(self, request: Any, context: Any) -> control_pb2.Done:  # noqa: N802
-        """Leave after this round."""
-        self._leave()
-        return control_pb2.Done(message="leaving after this round: the groups are given back in its commit")
+        """Leave after this round, or at once."""
+        waits = self._leave()
+        after = "leaving after this round: the groups are given back in its commit"
+        return control_pb2.Done(message=after if waits else "leaving at once")

@@ -103,7 +103,7 @@ class Peer:
         self._moved_at = time.monotonic()
         self._stall_told_at = -1e9
         self._told_at = -1e9
-        self._noted_at = -1e9
+        self._noted: dict[str, float] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._directory: Directory | None = None
         self._serves = options.is_reachable
@@ -254,19 +254,23 @@ class Peer:
         self.events.stopped(self.failure)
         self.event_log.close()
 
-    def leave(self) -> None:
-        """Leave after this round: give the groups back in its commit. At once when there is nothing to give back."""
+    def leave(self) -> bool:
+        """Leave after this round: give the groups back in its commit. At once when there is nothing to give back.
+
+        Returns whether the round is waited for.
+        """
         if self.leaving:
-            return
+            return not self._finished.is_set()
         self.leaving = True
         head = self.chain.head
         if not self.ready or head.member(self.identity.peer_id) is None or head.ended or self._is_stuck():
             self._finished.set()
-            return
+            return False
         self._say("leaving: this round is finished first, then the groups are given back (Ctrl-C again: at once)")
         self.claims.release()
         self._spawn(self._leave_at_last(LEAVE_SECONDS_MAX if self.failure is None else GIVE_UP_SECONDS))
         self._changed()
+        return True
 
     def _give_up(self, problem: str) -> None:
         """This machine cannot train: leave, and end with the reason, which is said then."""
@@ -288,11 +292,13 @@ class Peer:
     def note(self, line: str) -> None:
         """Something went wrong that the person at the machine may want to know; kept as the last error.
 
-        A line that comes again and again is said once a minute.
+        A line that comes again and again, also in turn with a few others, is said once a minute.
         """
         now = time.monotonic()
-        if not self.errors or self.errors[-1] != line or now - self._noted_at >= SAME_LINE_SECONDS:
-            self._noted_at = now
+        recent = [(text, at) for text, at in self._noted.items() if now - at < SAME_LINE_SECONDS]
+        self._noted = dict(recent[-ERRORS_KEPT:])
+        if line not in self._noted:
+            self._noted[line] = now
             self._say(line)
         self.errors.append(line)
         self.events.noted(line)

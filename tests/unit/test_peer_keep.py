@@ -1,8 +1,10 @@
-"""Work that must go on while a peer lives is begun again after a failure, and the failure is told."""
+"""Work that must go on while a peer lives is begun again after a failure, and the failure is told, not all the time."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -36,3 +38,26 @@ def test_work_that_fails_is_begun_again(monkeypatch: pytest.MonkeyPatch, caplog:
     asyncio.run(scenario())
     assert notes == ["internal error: KeyError: 'lost'", "internal error: AssertionError"]
     assert caplog.text.count("Traceback") == 2 and "in work" in caplog.text
+
+
+def test_lines_that_come_in_turn_are_said_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    said: list[str] = []
+    heard: list[str] = []
+    me = SimpleNamespace(
+        _noted={},
+        _say=said.append,
+        errors=deque(maxlen=peer.ERRORS_KEPT),
+        events=SimpleNamespace(noted=heard.append),
+        _changed=lambda: None,
+    )
+    for second in range(61):
+        now = float(second)
+        for line in ("one", "other"):
+            peer.Peer.note(cast(Any, me), line)
+    assert said == ["one", "other"] * 2
+    assert heard == ["one", "other"] * 61 and me.errors[-1] == "other"
+    for number in range(1000):
+        peer.Peer.note(cast(Any, me), str(number))
+    assert len(me._noted) <= peer.ERRORS_KEPT + 1
