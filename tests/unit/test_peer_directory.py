@@ -16,19 +16,25 @@ from spes_protocols.errors import NetworkError
 def join(monkeypatch: pytest.MonkeyPatch, failures: int) -> tuple[SimpleNamespace, list[list[str]]]:
     """A peer that joins through one other, and whom it tried to join through each time."""
     tried: list[list[str]] = []
+    served: list[bool] = []
 
-    async def create(transport: object, identity: object, peers: list[str]) -> SimpleNamespace:
+    async def serve(serves: bool) -> None:
+        served.append(serves)
+
+    async def create(transport: object, identity: object, peers: list[str], *, client_mode: bool) -> SimpleNamespace:
+        assert client_mode
         tried.append(list(peers))
         if len(tried) <= failures:
             raise NetworkError("the network daemon does not answer the directory")
-        return SimpleNamespace(clock_offset_seconds=0.0)
+        return SimpleNamespace(clock_offset_seconds=0.0, serve=serve)
 
     monkeypatch.setattr(module.Directory, "create", create)
     peer = SimpleNamespace(
         transport=None, identity=None, contacts=SimpleNamespace(directory=None), note=lambda line: None,
-        run_dir=SimpleNamespace(run_id=b""),
+        run_dir=SimpleNamespace(run_id=b""), _serves=False,
     )  # fmt: skip
     asyncio.run(Peer._join_directory(cast(Any, peer), ["other"]))
+    assert served == [False]
     return peer, tried
 
 

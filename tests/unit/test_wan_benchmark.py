@@ -165,10 +165,15 @@ def test_one_of_the_two_utilisations_is_measured_and_the_other_says_how(lag: int
         bytes_sent=1.0,
         bytes_received=2.0,
         load_average=0.0,
+        own_part=1.0,
+        last_rounds=wan.rounds_of(ann, [ann]),
+        last_bytes_sent=1.0,
     )
     planned = {"parameters_trained": 500_000_000, "apply_seconds": 34.0}
     planned["traffic_bytes_per_round"] = dict.fromkeys(("contribution", "sent", "received"), 7)
-    figures = wan.figures_of(measured, planned, scale=20.0, train_seconds=240.0, encode=0.1, taking_in=0.1, lag=lag)
+    figures = wan.figures_of(
+        measured, planned, scale=20.0, train_seconds=240.0, encode=0.1, taking_in=0.1, lag=lag, faster=1.0, slow=0.5
+    )
     here, other = ("utilisation_overlap", "utilisation") if lag else ("utilisation", "utilisation_overlap")
     assert 0 < figures[here] < 1 and figures[here + "_reason"] == ""
     assert figures[other] is None and f"--lag {1 - lag}" in figures[other + "_reason"]
