@@ -66,7 +66,7 @@ def register(subparsers: Any) -> None:
     ui.flag(parser, "--cache", type=ui.whole_number(1, 1_000_000), metavar="GIB", help="disk for data, as spes-join")
     for way in ("up", "down"):
         ui.flag(parser, f"--max-{way}", metavar="RATE", help="limit that the probes keep to as well, as spes-join")
-    parser.add_argument("--no-port-map", action="store_true", help="do not ask the router for a port, as spes-join")
+    ui.flag(parser, "--no-port-map", action="store_true", help="do not ask the router for a port, as spes-join")
     parser.add_argument(
         "--install-prober", action="store_true",
         help="install py-libp2p for a second opinion on the network, in an environment of its own, and end",

@@ -71,9 +71,7 @@ def _network_flags(parser: Parser) -> None:
         metavar="ADDR",
         help="relay to be reachable through, for machines behind NAT; may be repeated",
     )
-    parser.add_argument(
-        "--no-port-map", action="store_true", help="do not ask the router to pass a port on (UPnP, NAT-PMP)"
-    )
+    flag(parser, "--no-port-map", action="store_true", help="do not ask the router to pass a port on (UPnP, NAT-PMP)")
     rate_flags(parser)
     flag(
         parser,

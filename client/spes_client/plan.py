@@ -30,7 +30,9 @@ LINE_BITS_PER_SECOND = 100e6
 def register(subparsers: Any) -> None:
     """Add `plan`."""
     parser = subparsers.add_parser(
-        "plan", help="what training a model takes from a peer, and what fits here", description=__doc__,
+        "plan", help="what training a model takes from a peer, and what fits here",
+        description="What training a model takes from a peer, for each combination of options, and which of them fit "
+        "this machine's card. Nothing is loaded or measured.",
         epilog=ui.EXIT_CODES,
     )  # fmt: skip
     subject_flags(parser)
