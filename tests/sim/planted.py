@@ -56,11 +56,13 @@ class Planted:
     """What schedules have besides, where those that are drawn show it too rarely."""
 
     def first_seed(self, seeds: int = SEEDS) -> tuple[int, str] | None:
-        """(seed, violation) that catches it, None if none of the first `seeds` seeds does."""
+        """(seed, violation) that catches it, None if none of the first `seeds` seeds does. Raises `TypeError`."""
         with self.plant():
             for seed in range(seeds):
                 options = self.change(draw_options(seed))
                 problem = failure(options, seed) if self.matters(options) else None
+                if problem is not None and problem.startswith("TypeError"):
+                    raise TypeError(f"{self.name} does not fit the code any more: {problem}")
                 if problem is not None and self.caught_by in problem:
                     return seed, problem
         return None
@@ -100,9 +102,9 @@ def _lock_dropped() -> contextlib.AbstractContextManager[None]:
     """A new view begins without the lock of the one before."""
 
     def forgetful(enter: Any) -> Any:
-        def entered(self: Agreement, number: int, now: float) -> Any:
+        def entered(self: Agreement, number: int, *rest: Any) -> Any:
             self.locked, self.valid = Held(), Held()
-            return enter(self, number, now)
+            return enter(self, number, *rest)
 
         return entered
 
