@@ -36,7 +36,7 @@ from spes_p2p.peer.sync import Syncer
 from spes_p2p.store.blobs import BlobStore
 from spes_protocols.errors import NetworkError, UserError
 from spes_protocols.messages import Section
-from tests.net.helpers import Net, Node
+from tests.net.helpers import Everybody, Net, Node
 
 SHARED_SHARE = 0.354
 """Of the contribution of a `1b` peer that owns one of four groups."""
@@ -53,18 +53,6 @@ class Round:
     took: float
     others_took: float
     """The same of all contributions but the slow one's."""
-
-
-class Everybody:
-    """Contacts of one node: the other nodes."""
-
-    def __init__(self, net: Net, node: Node) -> None:
-        self._net = net
-        self._node = node
-
-    def volunteers(self) -> list[str]:
-        """All of them."""
-        return [node.peer_id for node in self._net.nodes if node is not self._node]
 
 
 class Member:

@@ -92,6 +92,18 @@ class Net:
         await asyncio.gather(*(node.close() for node in self.nodes))
 
 
+class Everybody:
+    """Contacts of one node: the other nodes."""
+
+    def __init__(self, net: Net, node: Node) -> None:
+        self._net = net
+        self._node = node
+
+    def volunteers(self) -> list[str]:
+        """All of them."""
+        return [node.peer_id for node in self._net.nodes if node is not self._node]
+
+
 def net_test(test: Callable[[Net], Awaitable[None]]) -> Callable[[Path], None]:
     """A coroutine over a `Net` as a test function, with a deadline over all of it."""
 

@@ -17,7 +17,7 @@ from spes_p2p.store.blobs import BlobStore
 from spes_protocols.codec import sha256
 from spes_protocols.errors import NetworkError, RemoteError
 from spes_protocols.messages import Section
-from tests.net.helpers import Net, Node, net_test, until
+from tests.net.helpers import Everybody, Net, Node, net_test, until
 from tests.net.transfers import problems_of, soak
 
 RATE = 400_000.0
@@ -85,17 +85,6 @@ async def test_who_is_much_faster_gives_the_rest_of_what_a_slow_holder_began(net
     assert slow.transport.bytes_up <= BURST_BYTES_MIN + PIECE_BYTES
     assert fast.transport.bytes_up <= len(blob) + 1
     assert guide.seen.rates[slow.peer_id] < guide.seen.rates[fast.peer_id]
-
-
-class Everybody:
-    """Contacts of one node: the other nodes of the test."""
-
-    def __init__(self, net: Net, node: Node) -> None:
-        self._net = net
-        self._node = node
-
-    def volunteers(self) -> list[str]:
-        return [node.peer_id for node in self._net.nodes if node is not self._node]
 
 
 def member(net: Net, node: Node) -> tuple[Syncer, BlobStore]:
